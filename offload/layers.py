@@ -1,0 +1,345 @@
+"""A model as ordered visits and groups of parameters: what the planner calls layers and groups.
+
+Every swappable module (a decoder block, the embedding, the head, any other large leaf) is one place where
+weights can come and go. A *visit* is one call of such a module in the forward pass; a tied weight or a module
+that is called twice shows as one group in several visits. Parameters outside these modules (final norms and the
+like) form the group `rest`, which stays in the compute tier.
+
+The order of visits, the bytes of boundary activations and of autograd graphs come from `probe`: two tiny forward
+passes of the real model on zero weights, so any architecture works and no weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+REST = "rest"
+TENSOR_ALIGNMENT_BYTES = 64
+"""As torch's own allocator aligns, so that kernels take the same path on a slot as on an ordinary tensor."""
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One parameter: `offset_numel` is its place in its group's weight (and gradient) block."""
+
+    name: str
+    shape: torch.Size
+    offset_numel: int
+    decay: bool
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """Parameters that move as one block, in `dtype`. `numel` includes the padding between parameters."""
+
+    name: str
+    parameters: tuple[ParameterSpec, ...]
+    numel: int
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisitSpec:
+    """One call of `module` (its name) in the forward pass. Bytes of one microbatch of n tokens:
+    activation `input_bytes_per_token * n`, graph `graph_bytes[0] * n + graph_bytes[1] * n^2 / rows`.
+    """
+
+    name: str
+    module: str
+    groups: tuple[str, ...]
+    input_bytes_per_token: int
+    graph_bytes: tuple[float, float]
+    flops_per_token: int
+
+
+@dataclass(slots=True)
+class Structure:
+    """The model, taken apart. `bound[name]` lists the (module, attribute) places that hold a parameter."""
+
+    model: nn.Module
+    dtype: torch.dtype
+    modules: dict[str, nn.Module]
+    groups: dict[str, GroupSpec]
+    bound: dict[str, list[tuple[nn.Module, str]]]
+    visits: tuple[VisitSpec, ...] = ()
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+
+    def bind(self, name: str, data: torch.Tensor) -> None:
+        """Let the parameter compute with `data`, a view of a slot."""
+        self.parameters[name].data = data
+
+    def unbind(self, group: str) -> None:
+        """Take the group's weights away: what is left keeps shape and dtype, costs nothing, and reads as NaN."""
+        for spec in self.groups[group].parameters:
+            parameter = self.parameters[spec.name]
+            parameter.data = _placeholder(spec.shape, parameter.dtype, parameter.device)
+
+
+def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
+
+
+def swappable_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Decoder blocks (`_no_split_modules`, else the elements of module lists of one class), input embedding,
+    output head, and every other leaf module that is at least a quarter of the largest block.
+    """
+    wanted = set(getattr(model, "_no_split_modules", None) or ())
+    found: dict[str, nn.Module] = {}
+
+    def inside(name: str) -> bool:
+        return any(name == outer or name.startswith(outer + ".") for outer in found)
+
+    for name, module in model.named_modules():
+        if type(module).__name__ in wanted and name and not inside(name) and _numel(module):
+            found[name] = module
+    if not any(type(module).__name__ in wanted for module in found.values()):
+        for name, module in model.named_modules():
+            kinds = {type(child) for child in module} if isinstance(module, nn.ModuleList) else set()
+            if len(kinds) == 1 and len(module) > 1 and not inside(name):
+                found |= {f"{name}.{i}": child for i, child in enumerate(module) if _numel(child)}
+    largest = max((_numel(module) for module in found.values()), default=0)
+    ends = [getter() for getter in (_getter(model, "get_input_embeddings"), _getter(model, "get_output_embeddings"))]
+    for name, module in model.named_modules():
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        is_end = any(module is end for end in ends)
+        if name and own and not inside(name) and (is_end or (own * 4 >= largest and not list(module.children()))):
+            found[name] = module
+    names = [name for name, _ in model.named_modules() if name in found]
+    return {name: found[name] for name in names}
+
+
+def _getter(model: nn.Module, name: str) -> Callable[[], nn.Module | None]:
+    method = getattr(model, name, None)
+
+    def get() -> nn.Module | None:
+        try:
+            return method() if method else None
+        except (AttributeError, NotImplementedError):  # models without such an end
+            return None
+
+    return get
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def take_apart(model: nn.Module, dtype: torch.dtype, device: torch.device, *, decay_1d: bool, decay_embeddings: bool) -> Structure:
+    """Find modules and groups and replace every parameter of `model` by a placeholder of `dtype` on `device`.
+
+    Buffers stay, in the dtype the model gave them. The model's own values are gone afterwards: take them first.
+    """
+    modules = swappable_modules(model)
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no repeated blocks, embedding or head to swap")
+    owner: dict[int, str] = {id(m): name for name, m in modules.items()}
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    owners: dict[int, set[str]] = {}
+    names: dict[int, str] = {}
+    embeddings: set[int] = set()
+
+    def walk(module: nn.Module, prefix: str, current: str, visited: set[tuple[int, str]]) -> None:
+        current = owner.get(id(module), current)
+        if (id(module), current) in visited:
+            return
+        visited.add((id(module), current))
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            names.setdefault(id(parameter), prefix + attribute)
+            owners.setdefault(id(parameter), set()).add(current)
+            places.setdefault(id(parameter), [])
+            if (module, attribute) not in places[id(parameter)]:
+                places[id(parameter)].append((module, attribute))
+            if isinstance(module, nn.Embedding):
+                embeddings.add(id(parameter))
+        for name, child in module.named_children():
+            walk(child, f"{prefix}{name}.", current, visited)
+
+    walk(model, "", REST, set())
+    parameters = {id(p): p for p in model.parameters()}
+    order = tuple(names[key] for key in parameters)
+    grouped: dict[str, list[int]] = {}
+    for key, parameter in parameters.items():
+        holders = owners[key]
+        if len(holders) == 1:
+            group = next(iter(holders))
+        elif REST in holders:
+            group = REST
+        else:
+            group = "tied." + min(holders, key=list(modules).index)
+        grouped.setdefault(group + ("" if parameter.requires_grad else ".frozen"), []).append(key)
+
+    structure = Structure(
+        model=model, dtype=dtype, modules=modules, groups={}, bound={names[k]: v for k, v in places.items()}, order=order
+    )
+    padding = TENSOR_ALIGNMENT_BYTES // dtype.itemsize
+    for group, keys in grouped.items():
+        specs, offset = [], 0
+        for key in keys:
+            parameter = parameters[key]
+            decay = (decay_1d or parameter.ndim > 1) and (decay_embeddings or key not in embeddings)
+            specs.append(ParameterSpec(name=names[key], shape=parameter.shape, offset_numel=offset, decay=decay))
+            offset += -(-parameter.numel() // padding) * padding
+        structure.groups[group] = GroupSpec(
+            name=group, parameters=tuple(specs), numel=offset, trainable=not group.endswith(".frozen")
+        )
+    for key, parameter in parameters.items():
+        new = nn.Parameter(_placeholder(parameter.shape, dtype, device), requires_grad=parameter.requires_grad)
+        structure.parameters[names[key]] = new
+        for module, attribute in places[key]:
+            module._parameters[attribute] = new
+    for module in model.modules():
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[attribute] = buffer.to(device)
+    return structure
+
+
+def groups_of(structure: Structure, module_name: str) -> tuple[str, ...]:
+    """The groups whose parameters `module_name` holds, `rest` left out (it is always there)."""
+    held = {id(p) for p in structure.modules[module_name].parameters()}
+    return tuple(
+        group.name
+        for group in structure.groups.values()
+        if not is_rest(group.name) and any(id(structure.parameters[s.name]) in held for s in group.parameters)
+    )
+
+
+def is_rest(group: str) -> bool:
+    return group in (REST, f"{REST}.frozen")
+
+
+@dataclass(slots=True)
+class _Seen:
+    module: str
+    input_bytes: int
+    graph_bytes: int
+
+
+def probe(structure: Structure, example: Callable[[int], Batch], *, lengths: tuple[int, int] = (8, 16)) -> None:
+    """Fill `structure.visits` from two forward passes of `example(tokens)`, one row each, on zero weights.
+
+    Zero weights are untouched calloc pages: they cost address space, not memory.
+    """
+    short, long = (_observe(structure, example(tokens)) for tokens in lengths)
+    if [seen.module for seen in short] != [seen.module for seen in long]:
+        raise ValueError("the model visits its layers in an order that depends on the input; it cannot be planned")
+    first, second = lengths
+    visits, counts = [], dict.fromkeys(structure.modules, 0)
+    for a, b in zip(short, long, strict=True):
+        counts[a.module] += 1
+        quadratic = max(0.0, (b.graph_bytes / second - a.graph_bytes / first) / (second - first))
+        linear = max(0.0, a.graph_bytes / first - quadratic * first)
+        module = structure.modules[a.module]
+        used = sum(p.numel() for p in module.parameters() if p.ndim > 1)
+        visits.append(
+            VisitSpec(
+                name=a.module if counts[a.module] == 1 else f"{a.module}#{counts[a.module]}",
+                module=a.module,
+                groups=groups_of(structure, a.module),
+                input_bytes_per_token=max(-(-a.input_bytes // first), -(-b.input_bytes // second)),
+                graph_bytes=(linear, quadratic),
+                flops_per_token=0 if isinstance(module, nn.Embedding) else 2 * used,
+            )
+        )
+    structure.visits = tuple(visits)
+    # A module that is never called is never fetched; its parameters get no gradient and stay as they are.
+    for name in set(structure.modules) - {seen.module for seen in short}:
+        structure.modules.pop(name)
+
+
+def main_input(flat: list[Any]) -> int | None:
+    """Position of the boundary activation among a layer's flattened arguments: the first floating-point tensor."""
+    for position, value in enumerate(flat):
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1:
+            return position
+    return None
+
+
+def _observe(structure: Structure, batch: Batch) -> list[_Seen]:
+    seen: list[_Seen] = []
+    storages: set[int] = set()
+    owned = {id(p) for p in structure.parameters.values()}
+    depth = [0]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        key = tensor.untyped_storage().data_ptr()
+        if depth[0] and id(tensor) not in owned and key not in weights and key not in storages:
+            storages.add(key)
+            seen[-1].graph_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+    weights: set[int] = set()
+
+    @contextmanager
+    def zeros(names: list[str]) -> Iterator[None]:
+        for name in names:
+            parameter = structure.parameters[name]
+            structure.bind(name, torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device))
+            weights.add(parameter.untyped_storage().data_ptr())
+        yield
+        for name in names:
+            parameter = structure.parameters[name]
+            weights.discard(parameter.untyped_storage().data_ptr())
+            structure.bind(name, _placeholder(parameter.shape, parameter.dtype, parameter.device))
+
+    def wrap(name: str, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+        held = {id(p) for p in module.parameters()}
+        own = [n for n, p in structure.parameters.items() if id(p) in held]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if depth[0]:
+                return original(*args, **kwargs)
+            flat, _ = tree_flatten((args, kwargs))
+            position = main_input(flat)
+            size = 0 if position is None else flat[position].numel() * flat[position].element_size()
+            seen.append(_Seen(name, size, 0))
+            depth[0] += 1
+            try:
+                with zeros(own):
+                    # The graph is only counted, not kept: what goes on is detached.
+                    output = original(*args, **kwargs)
+                    return _detach(output)
+            finally:
+                depth[0] -= 1
+                storages.clear()
+
+        return forward
+
+    rest = [s.name for group in structure.groups.values() if is_rest(group.name) for s in group.parameters]
+    originals = {name: module.forward for name, module in structure.modules.items()}
+    for name, module in structure.modules.items():
+        module.forward = wrap(name, module, originals[name])  # type: ignore[method-assign]
+    try:
+        with zeros(rest), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            structure.model(**batch)
+    finally:
+        for module in structure.modules.values():
+            del module.forward
+    return seen
+
+
+def _detach(output: Any) -> Any:
+    from torch.utils._pytree import tree_map
+
+    def one(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.detach().requires_grad_()
+        return value
+
+    return tree_map(one, output)

@@ -1,0 +1,26 @@
+"""What a run may use: the user's budgets, as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GRAPH = "graph"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskMemory:
+    """A directory for the swap file, and how large the file may grow."""
+
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Caps. `gpu_bytes` None on a CPU means that RAM itself is the fast tier; with a figure, that tier is a
+    separate RAM arena of this size and the run goes through all tiers as it would on a GPU.
+    """
+
+    ram_bytes: int
+    gpu_bytes: int | None = None
+    disk: DiskMemory | None = None
