@@ -1,5 +1,6 @@
 """The package as users get it: names, floors, a wheel with real files, and imports that stay light."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -8,8 +9,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-import overspill
 import pytest
+
+import overspill
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = ("configs", "kernels", "model_selection", "offload", "swap_scheduler", "trainer")
@@ -20,7 +22,7 @@ def run_python(code: str, cwd: Path = ROOT) -> str:
     result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=cwd,
-        env={"PYTHONSAFEPATH": "1", "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -76,7 +78,7 @@ def test_public_names_are_listed() -> None:
 
 
 def test_wheel_holds_real_files_for_the_links(tmp_path: Path) -> None:
-    # Built from a copy: setuptools leaves build folders beside what it builds, and stale ones would leak into the wheel.
+    # Built from a copy: setuptools leaves folders beside what it builds, and stale ones would leak into the wheel.
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "LICENSE"):
