@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..kernels.adamw import AdamWStep, Scratch, adamw
 from ..swap_scheduler.plan import Compute
 from ..swap_scheduler.workload import grad_block, input_block, optim_block, weight_block
-from .layers import Structure, is_rest, main_input
+from .layers import Structure, is_rest, main_input, placeholder
 from .optimizer import AdamW, PartLayout
 from .strands import Call, Strand, StrandPool, VisitError
 
@@ -58,11 +58,16 @@ class LayerCompute:
         self._optimizer = optimizer
         self._seed_base = seed
         self._scratch: dict[torch.device, Scratch] = {}
-        self._grad_slot: Slot | None = None
+        self._grad_views: dict[str, torch.Tensor] = {}
+        self._forwards: list[Callable[[], torch.Tensor]] = []
+        self._last_use: dict[str, int] = {}
+        for index, visit in enumerate(structure.visits):
+            for group in visit.groups:
+                self._last_use.setdefault(group, index)  # backward goes down: the first visit is the last use
         self.step_counts: dict[str, int] = dict.fromkeys(structure.order, 0)
         self.seen: set[str] = set()
         self.norms: dict[str, torch.Tensor] = {}
-        self.losses: list[torch.Tensor] = []
+        self.losses: dict[int, torch.Tensor] = {}
         self.pass_number = 0
         self.training = True
         self.loss_scale = 1.0
@@ -79,12 +84,7 @@ class LayerCompute:
         self.pass_number += 1
         self.training = training
         self._forwards = forwards
-        self.losses = []
-        self._started = False
-        self._last_use = {}
-        for index, visit in enumerate(self._structure.visits):
-            for group in visit.groups:
-                self._last_use.setdefault(group, index)  # backward goes down: the first visit is the last use
+        self.losses = {}
 
     def begin_gradients(self) -> None:
         """Forget the gradients of the step before: they are in the weights now, or dropped."""
@@ -114,8 +114,6 @@ class LayerCompute:
                     tensor = structure.parameters[parameter.name]
                     tensor.grad = grad[start:end].view(parameter.shape) if parameter.name in self.seen else None
                     self._grad_views[parameter.name] = grad[start:end].view(parameter.shape)
-
-    _grad_views: dict[str, torch.Tensor]
 
     def _unbind(self, groups: tuple[str, ...]) -> None:
         for group in groups:
@@ -153,8 +151,8 @@ class LayerCompute:
             call = strand.parked
             if call is not None and call.visit == compute.layer:
                 self._run_forward(strand, call, compute, slot)
-            if strand.finished:
-                self._finish(strand, compute)
+            if strand.loss is not None:
+                self.losses[compute.index] = strand.loss.detach()
         finally:
             self._unbind(visit.groups)
 
@@ -192,7 +190,8 @@ class LayerCompute:
         call.main = main_input(call.flat)
         if call.main is None:
             return
-        value = call.flat[call.main].detach()
+        held = call.flat[call.main]
+        value = held.detach()
         size = value.numel() * value.element_size()
         name = input_block(self._structure.visits[compute.layer].name, compute.index)
         room = slot(name)
@@ -205,10 +204,9 @@ class LayerCompute:
         call.main_shape, call.main_dtype = value.shape, value.dtype
         if not call.needs[call.main]:
             call.flat[call.main] = None
-
-    def _finish(self, strand: Strand, compute: Compute) -> None:
-        if strand.loss is not None and len(self.losses) <= compute.index:
-            self.losses.append(strand.loss.detach())
+        if self._structure.visits[compute.layer].droppable:
+            # The slot is now the only copy: the outer graph needs this tensor for its gradient, never for its values.
+            held.data = placeholder(value.shape, value.dtype, value.device)
 
     # ------------------------------------------------------------------ backward
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 REST = "rest"
 TENSOR_ALIGNMENT_BYTES = 64
@@ -54,7 +54,8 @@ class GroupSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisitSpec:
     """One call of `module` (its name) in the forward pass. Bytes of one microbatch of n tokens:
-    activation `input_bytes_per_token * n`, graph `graph_bytes[0] * n + graph_bytes[1] * n^2 / rows`.
+    activation `input_bytes_per_token * n`, graph as `graph_size_bytes` says.
+    `droppable`: the activation is another visit's output and nothing else in the model reads it, now or later.
     """
 
     name: str
@@ -63,6 +64,11 @@ class VisitSpec:
     input_bytes_per_token: int
     graph_bytes: tuple[float, float]
     flops_per_token: int
+    droppable: bool
+
+    def graph_size_bytes(self, rows: int, length: int) -> int:
+        """The autograd graph of one microbatch (rows, length), inputs included."""
+        return int(rows * (self.graph_bytes[0] * length + self.graph_bytes[1] * length * length))
 
 
 @dataclass(slots=True)
@@ -86,10 +92,11 @@ class Structure:
         """Take the group's weights away: what is left keeps shape and dtype, costs nothing, and reads as NaN."""
         for spec in self.groups[group].parameters:
             parameter = self.parameters[spec.name]
-            parameter.data = _placeholder(spec.shape, parameter.dtype, parameter.device)
+            parameter.data = placeholder(spec.shape, parameter.dtype, parameter.device)
 
 
-def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of the right shape and dtype that holds one NaN: it costs nothing, and is loud when it is read."""
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
 
 
@@ -199,7 +206,7 @@ def take_apart(model: nn.Module, dtype: torch.dtype, device: torch.device, *, de
             name=group, parameters=tuple(specs), numel=offset, trainable=not group.endswith(".frozen")
         )
     for key, parameter in parameters.items():
-        new = nn.Parameter(_placeholder(parameter.shape, dtype, device), requires_grad=parameter.requires_grad)
+        new = nn.Parameter(placeholder(parameter.shape, dtype, device), requires_grad=parameter.requires_grad)
         structure.parameters[names[key]] = new
         for module, attribute in places[key]:
             module._parameters[attribute] = new
@@ -228,17 +235,21 @@ def is_rest(group: str) -> bool:
 class _Seen:
     module: str
     input_bytes: int
-    graph_bytes: int
+    graph_bytes: int = 0
+    droppable: bool = False
 
 
 def probe(structure: Structure, example: Callable[[int], Batch], *, lengths: tuple[int, int] = (8, 16)) -> None:
-    """Fill `structure.visits` from two forward passes of `example(tokens)`, one row each, on zero weights.
+    """Fill `structure.visits` from forward passes of `example(tokens)`, one row each, on zero weights.
 
-    Zero weights are untouched calloc pages: they cost address space, not memory.
+    Zero weights are untouched calloc pages: they cost address space, not memory. The last pass overwrites every
+    activation that looks droppable with NaN after its layer; if a NaN comes out, some code reads them later
+    (skip connections over layers) and none is dropped.
     """
-    short, long = (_observe(structure, example(tokens)) for tokens in lengths)
+    (short, _), (long, _) = (_observe(structure, example(tokens), drop=False) for tokens in lengths)
     if [seen.module for seen in short] != [seen.module for seen in long]:
         raise ValueError("the model visits its layers in an order that depends on the input; it cannot be planned")
+    _, finite = _observe(structure, example(lengths[0]), drop=True)
     first, second = lengths
     visits, counts = [], dict.fromkeys(structure.modules, 0)
     for a, b in zip(short, long, strict=True):
@@ -255,12 +266,19 @@ def probe(structure: Structure, example: Callable[[int], Batch], *, lengths: tup
                 input_bytes_per_token=max(-(-a.input_bytes // first), -(-b.input_bytes // second)),
                 graph_bytes=(linear, quadratic),
                 flops_per_token=0 if isinstance(module, nn.Embedding) else 2 * used,
+                droppable=a.droppable and finite,
             )
         )
     structure.visits = tuple(visits)
     # A module that is never called is never fetched; its parameters get no gradient and stay as they are.
     for name in set(structure.modules) - {seen.module for seen in short}:
         structure.modules.pop(name)
+    first_visit: dict[str, int] = {}
+    for index, visit in enumerate(visits):
+        for group in visit.groups:
+            first_visit.setdefault(group, index)
+    groups = sorted(structure.groups, key=lambda g: (-1 if is_rest(g) else first_visit.get(g, len(visits))))
+    structure.groups = {name: structure.groups[name] for name in groups}
 
 
 def main_input(flat: list[Any]) -> int | None:
@@ -271,20 +289,24 @@ def main_input(flat: list[Any]) -> int | None:
     return None
 
 
-def _observe(structure: Structure, batch: Batch) -> list[_Seen]:
+def _observe(structure: Structure, batch: Batch, *, drop: bool) -> tuple[list[_Seen], bool]:
+    """The visits of one forward pass, and whether all that the model returned is finite."""
     seen: list[_Seen] = []
-    storages: set[int] = set()
-    owned = {id(p) for p in structure.parameters.values()}
-    depth = [0]
+    owned = {id(parameter) for parameter in structure.parameters.values()}
+    weights: set[int] = set()
+    counted: set[int] = set()
+    outputs: dict[int, torch.Tensor] = {}
+    glue: set[int] = set()
+    inside = [False]
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         key = tensor.untyped_storage().data_ptr()
-        if depth[0] and id(tensor) not in owned and key not in weights and key not in storages:
-            storages.add(key)
+        if not inside[0]:
+            glue.add(key)
+        elif id(tensor) not in owned and key not in weights and key not in counted:
+            counted.add(key)
             seen[-1].graph_bytes += tensor.untyped_storage().nbytes()
         return tensor
-
-    weights: set[int] = set()
 
     @contextmanager
     def zeros(names: list[str]) -> Iterator[None]:
@@ -296,47 +318,52 @@ def _observe(structure: Structure, batch: Batch) -> list[_Seen]:
         for name in names:
             parameter = structure.parameters[name]
             weights.discard(parameter.untyped_storage().data_ptr())
-            structure.bind(name, _placeholder(parameter.shape, parameter.dtype, parameter.device))
+            structure.bind(name, placeholder(parameter.shape, parameter.dtype, parameter.device))
 
-    def wrap(name: str, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        held = {id(p) for p in module.parameters()}
-        own = [n for n, p in structure.parameters.items() if id(p) in held]
+    def wrap(name: str, module: nn.Module) -> Callable[..., Any]:
+        original = module.forward
+        held = {id(parameter) for parameter in module.parameters()}
+        own = [n for n, parameter in structure.parameters.items() if id(parameter) in held]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if depth[0]:
+            if inside[0]:
                 return original(*args, **kwargs)
             flat, _ = tree_flatten((args, kwargs))
             position = main_input(flat)
-            size = 0 if position is None else flat[position].numel() * flat[position].element_size()
-            seen.append(_Seen(name, size, 0))
-            depth[0] += 1
+            main = None if position is None else flat[position]
+            visit = _Seen(name, 0 if main is None else main.numel() * main.element_size())
+            if main is not None and id(main) in outputs:
+                visit.droppable = main.untyped_storage().data_ptr() not in glue
+            seen.append(visit)
+            inside[0] = True
             try:
                 with zeros(own):
-                    # The graph is only counted, not kept: what goes on is detached.
-                    output = original(*args, **kwargs)
-                    return _detach(output)
+                    # Only counted: what goes on is cut off from the layer's graph.
+                    output = _detach(original(*args, **kwargs))
             finally:
-                depth[0] -= 1
-                storages.clear()
+                inside[0] = False
+                counted.clear()
+            if drop and main is not None and visit.droppable:
+                main.detach().fill_(float("nan"))
+            outputs.update({id(value): value for value in tree_flatten(output)[0] if isinstance(value, torch.Tensor)})
+            return output
 
         return forward
 
     rest = [s.name for group in structure.groups.values() if is_rest(group.name) for s in group.parameters]
-    originals = {name: module.forward for name, module in structure.modules.items()}
     for name, module in structure.modules.items():
-        module.forward = wrap(name, module, originals[name])  # type: ignore[method-assign]
+        module.forward = wrap(name, module)  # type: ignore[method-assign]
     try:
         with zeros(rest), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            structure.model(**batch)
+            result, _ = tree_flatten(structure.model(**batch))
     finally:
         for module in structure.modules.values():
             del module.forward
-    return seen
+    floats = [value for value in result if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return seen, all(bool(value.isfinite().all()) for value in floats)
 
 
 def _detach(output: Any) -> Any:
-    from torch.utils._pytree import tree_map
-
     def one(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.detach().requires_grad_()

@@ -1,0 +1,121 @@
+"""Links and layers of this machine, in seconds: what the planner scores plans with. About two seconds in all."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.adamw import AdamWStep, Scratch, adamw
+from ..swap_scheduler.plan import Machine
+from ..swap_scheduler.workload import Costs, Link
+from .arena import DiskArena
+from .device import CpuDevice, Device, anonymous
+from .layers import Structure
+from .optimizer import PartLayout
+
+_PROBE_BYTES = 64 << 20
+_MATMUL_ROWS = 256
+
+
+def _median_s(call: Callable[[], object], repeats: int = 3) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What this machine does in a second. Bytes for links, multiply-adds x 2 for matmul, parameters for updates."""
+
+    links: dict[str, Link]
+    matmul_flops_per_s: float
+    update_numel_per_s: float
+
+    def costs(
+        self, structure: Structure, parts: dict[str, tuple[PartLayout, ...]], *, rows: int, length: int
+    ) -> Costs:
+        """Seconds by layer for microbatches of (rows, length): matrix products at the measured rate, the backward
+        twice the forward. Attention's own products are left out; they are small for length < hidden size.
+        """
+        tokens = rows * length
+        forward = tuple(visit.flops_per_token * tokens / self.matmul_flops_per_s for visit in structure.visits)
+        return Costs(
+            links=self.links,
+            forward_s=forward,
+            backward_s=tuple(2 * seconds for seconds in forward),
+            update_s=tuple(
+                tuple(part.numel / self.update_numel_per_s for part in parts.get(group, ())) for group in structure.groups
+            ),
+        )
+
+
+def measure(device: Device, machine: Machine, arena_of_disk: str | None, dtype: torch.dtype) -> Rates:
+    """Time each link of `machine`, a matrix product in `dtype`, and a host update. The disk is timed on a file of
+    its own in `arena_of_disk`, which is gone afterwards.
+    """
+    host = anonymous(_PROBE_BYTES).fill_(1)
+    links: dict[str, Link] = {}
+    for upper, lower in zip(machine.tiers, machine.tiers[1:], strict=False):
+        if lower.name == "disk":
+            assert arena_of_disk is not None
+            disk = DiskArena(arena_of_disk, _PROBE_BYTES)
+            try:
+                links[f"{upper.name}>{lower.name}"] = Link(bandwidth_bytes_per_s=_rate(lambda: disk.write(0, host)))
+                links[f"{lower.name}>{upper.name}"] = Link(bandwidth_bytes_per_s=_rate(lambda: disk.read(0, host)))
+            finally:
+                disk.close()
+        else:
+            other = device.fast_arena(_PROBE_BYTES).fill_(1)
+            links[f"{upper.name}>{lower.name}"] = Link(bandwidth_bytes_per_s=_rate(lambda: device.copy(other, host)))
+            links[f"{lower.name}>{upper.name}"] = Link(bandwidth_bytes_per_s=_rate(lambda: device.copy(host, other)))
+    return Rates(
+        links=links, matmul_flops_per_s=_matmul_rate(device, dtype), update_numel_per_s=_update_rate(machine, device, dtype)
+    )
+
+
+def _rate(call: Callable[[], object]) -> float:
+    return _PROBE_BYTES / _median_s(call)
+
+
+def _matmul_rate(device: Device, dtype: torch.dtype) -> float:
+    size = 1024 if isinstance(device, CpuDevice) else 8192
+    x = torch.ones(_MATMUL_ROWS, size, dtype=dtype, device=device.torch_device)
+    w = torch.ones(size, size, dtype=dtype, device=device.torch_device)
+
+    def product() -> None:
+        torch.nn.functional.linear(x, w)
+        if mark := device.mark():
+            mark.synchronize()
+
+    product()
+    return 2 * _MATMUL_ROWS * size * size / _median_s(product, 5)
+
+
+def _update_rate(machine: Machine, device: Device, dtype: torch.dtype) -> float:
+    count = 1 << 20
+    where = device.torch_device if machine.update_tier == machine.compute_tier else torch.device("cpu")
+    weight = torch.ones(count, dtype=dtype, device=where)
+    moments = torch.ones(2, count, device=where)
+    kinds = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
+    master = torch.zeros(count, dtype=kinds[dtype], device=where) if dtype in kinds else None
+    settings = AdamWStep(
+        learning_rate=1e-4, beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0, step=1, gradient_scale=1.0
+    )
+    scratch = Scratch.on(where)
+
+    def update() -> None:
+        adamw(weight, weight, moments[0], moments[1], master, settings, scratch)
+        if mark := device.mark():
+            mark.synchronize()
+
+    update()
+    return count / _median_s(update)
+
+
