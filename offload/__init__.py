@@ -1,1 +1,23 @@
-"""Floor 1, move: make a model's tensors follow a plan, on a GPU or on a CPU."""
+"""Make tensors follow a plan: layers, arenas, lanes, strands, executor."""
+
+from ..swap_scheduler import BudgetError
+from .compute import NonFiniteGradient
+from .engine import Engine, StepResult
+from .memory import DiskMemory, Memory
+from .optimizer import AdamW
+from .sources import RandomSource, SafetensorsSource, StateDictSource, WeightError, WeightSource
+
+__all__ = [
+    "AdamW",
+    "BudgetError",
+    "DiskMemory",
+    "Engine",
+    "Memory",
+    "NonFiniteGradient",
+    "RandomSource",
+    "SafetensorsSource",
+    "StateDictSource",
+    "StepResult",
+    "WeightError",
+    "WeightSource",
+]

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,7 +55,9 @@ class DiskArena:
             folder.mkdir(parents=True, exist_ok=True)
             self.reclaimed_bytes = _reclaim(folder)
             self.path = folder / f"{self.run_id}{SWAP_SUFFIX}"
-            self._lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(
+                self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+            )
         except OSError as error:
             raise SwapError(f"memory.disk.path {folder}: cannot make a swap file there: {error.strerror}") from error
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,8 +87,10 @@ class DiskArena:
     def write(self, offset_bytes: int, source: torch.Tensor) -> None:
         self._run(os.pwritev, offset_bytes, source, "write")
 
-    def _run(self, call, offset_bytes: int, memory: torch.Tensor, verb: str) -> None:  # type: ignore[no-untyped-def]
-        buffer = memoryview(memory.numpy())
+    def _run(
+        self, call: Callable[[int, list[memoryview], int], int], offset_bytes: int, memory: torch.Tensor, verb: str
+    ) -> None:
+        buffer = memoryview(memory.numpy())  # type: ignore[arg-type]
 
         def request(start: int) -> None:
             part = buffer[start : start + REQUEST_BYTES]

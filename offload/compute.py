@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..kernels.adamw import AdamWStep, Scratch, adamw
+from ..swap_scheduler.order import Pass
 from ..swap_scheduler.plan import Compute
 from ..swap_scheduler.workload import grad_block, input_block, optim_block, weight_block
 from .layers import Structure, is_rest, main_input, placeholder
@@ -27,6 +28,10 @@ from .strands import Call, Strand, StrandPool, VisitError
 
 Slot = Callable[[str], torch.Tensor]
 """block name -> the bytes of its slot (uint8), at the tier where the compute accesses it"""
+
+
+class NonFiniteGradient(FloatingPointError):
+    """Without clipping, a gradient that is not finite turned up while updates were under way."""
 
 
 class Work(Protocol):
@@ -65,11 +70,13 @@ class LayerCompute:
             for group in visit.groups:
                 self._last_use.setdefault(group, index)  # backward goes down: the first visit is the last use
         self.step_counts: dict[str, int] = dict.fromkeys(structure.order, 0)
-        self.seen: set[str] = set()
+        self._seen: set[str] = set()
+        self._updating: set[str] = set()
         self.norms: dict[str, torch.Tensor] = {}
         self.losses: dict[int, torch.Tensor] = {}
         self.pass_number = 0
-        self.training = True
+        self.updates = 0
+        self._pass: Pass = "evaluate"
         self.loss_scale = 1.0
         self.learning_rate = 0.0
         self.gradient_scale = 1.0
@@ -79,17 +86,20 @@ class LayerCompute:
 
     # ------------------------------------------------------------------ a pass
 
-    def begin(self, forwards: list[Callable[[], torch.Tensor]], *, training: bool) -> None:
+    def begin(self, name: Pass, forwards: list[Callable[[], torch.Tensor]]) -> None:
         """Get ready for a pass that runs `forwards`, one a microbatch (none for an update-only pass)."""
         self.pass_number += 1
-        self.training = training
+        self.updates = 0
+        self._pass = name
         self._forwards = forwards
         self.losses = {}
-
-    def begin_gradients(self) -> None:
-        """Forget the gradients of the step before: they are in the weights now, or dropped."""
-        self.seen = set()
-        self.norms = {}
+        if name in ("steady", "flush"):
+            self._updating = self._seen  # the gradients that waited since the pass before
+        if name in ("first", "steady", "fused"):
+            self._seen = set()
+            self.norms = {}
+        if name == "fused":
+            self._updating = self._seen
 
     def __call__(self, compute: Compute, slot: Slot) -> None:
         if compute.kind == "update":
@@ -112,7 +122,7 @@ class LayerCompute:
                 structure.bind(parameter.name, weight[start:end].view(parameter.shape))
                 if grad is not None:
                     tensor = structure.parameters[parameter.name]
-                    tensor.grad = grad[start:end].view(parameter.shape) if parameter.name in self.seen else None
+                    tensor.grad = grad[start:end].view(parameter.shape) if parameter.name in self._seen else None
                     self._grad_views[parameter.name] = grad[start:end].view(parameter.shape)
 
     def _unbind(self, groups: tuple[str, ...]) -> None:
@@ -123,13 +133,13 @@ class LayerCompute:
 
     def _grad_hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
-            if name in self.seen:
+            if name in self._seen:
                 return  # autograd accumulated into the slot in place
             view = self._grad_views[name]
             assert parameter.grad is not None
             view.copy_(parameter.grad)
             parameter.grad = view
-            self.seen.add(name)
+            self._seen.add(name)
 
         return hook
 
@@ -158,7 +168,7 @@ class LayerCompute:
 
     def _run_forward(self, strand: Strand, call: Call, compute: Compute, slot: Slot) -> None:
         visit = self._structure.visits[compute.layer]
-        training = self.training and call.grad
+        training = self._pass != "evaluate" and call.grad
         keep = compute.keep_graph and training
         module = self._structure.modules[visit.module]
         trainable = training and (any(call.needs) or any(p.requires_grad for p in module.parameters()))
@@ -289,7 +299,7 @@ class LayerCompute:
                 continue
             grad = slot(grad_block(group)).view(self._structure.dtype)
             for parameter in spec.parameters:
-                if parameter.name in self.seen:
+                if parameter.name in self._seen:
                     part = grad[parameter.offset_numel : parameter.offset_numel + parameter.numel]
                     self.norms[parameter.name] = torch.linalg.vector_norm(part, dtype=torch.float32)
 
@@ -299,12 +309,15 @@ class LayerCompute:
         group = tuple(self._structure.groups)[compute.layer]
         layout = self._parts[group][compute.index]
         dtype = self._structure.dtype
+        if self._pass == "fused":
+            self._refuse_non_finite(group)
+        self.updates += 1
         weight, grad = slot(weight_block(group)).view(dtype), slot(grad_block(group)).view(dtype)
         optim = slot(optim_block(group, compute.index))
         scratch = self._scratch.setdefault(weight.device, Scratch.on(weight.device))
         for segment in layout.segments:
             name = segment.parameter.name
-            if name not in self.seen:
+            if name not in self._updating:
                 continue  # no gradient this step: no decay, no step count, bit-identical
             if segment.is_first:
                 self.step_counts[name] += 1
@@ -320,6 +333,12 @@ class LayerCompute:
             )
             run = slice(segment.start, segment.start + segment.numel)
             adamw(weight[run], grad[run], exp_avg, exp_avg_sq, master, settings, scratch)
+
+    def _refuse_non_finite(self, group: str) -> None:
+        """Updates run under the backward pass here, so each group is looked at just before its own."""
+        values = [self.norms[s.name] for s in self._structure.groups[group].parameters if s.name in self.norms]
+        if not all(bool(value.isfinite()) for value in (*values, *self.losses.values())):
+            raise NonFiniteGradient(f"the loss or the gradient of {group} is not finite")
 
     def _reseed(self, place: int, microbatch: int) -> None:
         torch.manual_seed(_seed(self._seed_base, self.pass_number, place, microbatch))

@@ -99,7 +99,8 @@ class CudaDevice:
         return event
 
     def free_arena(self, arena: torch.Tensor) -> None:
-        if arena.device.type == "cpu" and self._locked.pop(arena.data_ptr(), None):
+        if arena.device.type == "cpu" and arena.data_ptr() in self._locked:
+            del self._locked[arena.data_ptr()]
             torch.cuda.cudart().cudaHostUnregister(arena.data_ptr())
 
 
@@ -107,7 +108,7 @@ Device = CpuDevice | CudaDevice
 
 
 def open_device(name: str) -> Device:
-    """"cpu", "cuda" or "cuda:1"; RuntimeError when it is not there."""
+    """ "cpu", "cuda" or "cuda:1"; RuntimeError when it is not there."""
     kind, _, index = name.partition(":")
     if kind == "cpu":
         return CpuDevice()

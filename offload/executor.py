@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -139,7 +139,7 @@ class _Run:
 
     def shuffled(self, rng: random.Random) -> None:
         """Every step, one at a time, in a random order that respects only the lanes and `after`."""
-        heads = {lane: 0 for lane in self._resolved.lanes}
+        heads = dict.fromkeys(self._resolved.lanes, 0)
         try:
             while heads:
                 ready = [lane for lane in heads if self._is_ready(self._resolved.lanes[lane][heads[lane]])]
@@ -210,7 +210,7 @@ class _Run:
         name = f"{source.tier}>{target.tier}"  # one lane a link, so nobody else adds to this key
         moved[name] = moved.get(name, 0) + source.size_bytes
 
-    def _touch(self, places) -> None:  # type: ignore[no-untyped-def]
+    def _touch(self, places: Iterable[_Place]) -> None:
         peaks = self._executor.peak_bytes
         for place in places:
             peaks[place.tier] = max(peaks[place.tier], place.offset_bytes + aligned(place.size_bytes))

@@ -145,7 +145,9 @@ def _numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def take_apart(model: nn.Module, dtype: torch.dtype, device: torch.device, *, decay_1d: bool, decay_embeddings: bool) -> Structure:
+def take_apart(
+    model: nn.Module, dtype: torch.dtype, device: torch.device, *, decay_1d: bool, decay_embeddings: bool
+) -> Structure:
     """Find modules and groups and replace every parameter of `model` by a placeholder of `dtype` on `device`.
 
     Buffers stay, in the dtype the model gave them. The model's own values are gone afterwards: take them first.
@@ -192,7 +194,12 @@ def take_apart(model: nn.Module, dtype: torch.dtype, device: torch.device, *, de
         grouped.setdefault(group + ("" if parameter.requires_grad else ".frozen"), []).append(key)
 
     structure = Structure(
-        model=model, dtype=dtype, modules=modules, groups={}, bound={names[k]: v for k, v in places.items()}, order=order
+        model=model,
+        dtype=dtype,
+        modules=modules,
+        groups={},
+        bound={names[k]: v for k, v in places.items()},
+        order=order,
     )
     padding = TENSOR_ALIGNMENT_BYTES // dtype.itemsize
     for group, keys in grouped.items():
@@ -277,7 +284,7 @@ def probe(structure: Structure, example: Callable[[int], Batch], *, lengths: tup
     for index, visit in enumerate(visits):
         for group in visit.groups:
             first_visit.setdefault(group, index)
-    groups = sorted(structure.groups, key=lambda g: (-1 if is_rest(g) else first_visit.get(g, len(visits))))
+    groups = sorted(structure.groups, key=lambda g: -1 if is_rest(g) else first_visit.get(g, len(visits)))
     structure.groups = {name: structure.groups[name] for name in groups}
 
 
@@ -352,7 +359,7 @@ def _observe(structure: Structure, batch: Batch, *, drop: bool) -> tuple[list[_S
 
     rest = [s.name for group in structure.groups.values() if is_rest(group.name) for s in group.parameters]
     for name, module in structure.modules.items():
-        module.forward = wrap(name, module)  # type: ignore[method-assign]
+        module.forward = wrap(name, module)
     try:
         with zeros(rest), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             result, _ = tree_flatten(structure.model(**batch))

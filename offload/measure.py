@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -38,9 +39,7 @@ class Rates:
     matmul_flops_per_s: float
     update_numel_per_s: float
 
-    def costs(
-        self, structure: Structure, parts: dict[str, tuple[PartLayout, ...]], *, rows: int, length: int
-    ) -> Costs:
+    def costs(self, structure: Structure, parts: dict[str, tuple[PartLayout, ...]], *, rows: int, length: int) -> Costs:
         """Seconds by layer for microbatches of (rows, length): matrix products at the measured rate, the backward
         twice the forward. Attention's own products are left out; they are small for length < hidden size.
         """
@@ -51,7 +50,8 @@ class Rates:
             forward_s=forward,
             backward_s=tuple(2 * seconds for seconds in forward),
             update_s=tuple(
-                tuple(part.numel / self.update_numel_per_s for part in parts.get(group, ())) for group in structure.groups
+                tuple(part.numel / self.update_numel_per_s for part in parts.get(group, ()))
+                for group in structure.groups
             ),
         )
 
@@ -65,23 +65,28 @@ def measure(device: Device, machine: Machine, arena_of_disk: str | None, dtype: 
     for upper, lower in zip(machine.tiers, machine.tiers[1:], strict=False):
         if lower.name == "disk":
             assert arena_of_disk is not None
-            disk = DiskArena(arena_of_disk, _PROBE_BYTES)
-            try:
-                links[f"{upper.name}>{lower.name}"] = Link(bandwidth_bytes_per_s=_rate(lambda: disk.write(0, host)))
-                links[f"{lower.name}>{upper.name}"] = Link(bandwidth_bytes_per_s=_rate(lambda: disk.read(0, host)))
-            finally:
-                disk.close()
+            down, up = _disk_links(arena_of_disk, host)
         else:
             other = device.fast_arena(_PROBE_BYTES).fill_(1)
-            links[f"{upper.name}>{lower.name}"] = Link(bandwidth_bytes_per_s=_rate(lambda: device.copy(other, host)))
-            links[f"{lower.name}>{upper.name}"] = Link(bandwidth_bytes_per_s=_rate(lambda: device.copy(host, other)))
+            down, up = _link(partial(device.copy, other, host)), _link(partial(device.copy, host, other))
+        links[f"{upper.name}>{lower.name}"], links[f"{lower.name}>{upper.name}"] = down, up
     return Rates(
-        links=links, matmul_flops_per_s=_matmul_rate(device, dtype), update_numel_per_s=_update_rate(machine, device, dtype)
+        links=links,
+        matmul_flops_per_s=_matmul_rate(device, dtype),
+        update_numel_per_s=_update_rate(machine, device, dtype),
     )
 
 
-def _rate(call: Callable[[], object]) -> float:
-    return _PROBE_BYTES / _median_s(call)
+def _disk_links(directory: str, host: torch.Tensor) -> tuple[Link, Link]:
+    disk = DiskArena(directory, _PROBE_BYTES)
+    try:
+        return _link(partial(disk.write, 0, host)), _link(partial(disk.read, 0, host))
+    finally:
+        disk.close()
+
+
+def _link(move: Callable[[], object]) -> Link:
+    return Link(bandwidth_bytes_per_s=_PROBE_BYTES / _median_s(move))
 
 
 def _matmul_rate(device: Device, dtype: torch.dtype) -> float:
@@ -117,5 +122,3 @@ def _update_rate(machine: Machine, device: Device, dtype: torch.dtype) -> float:
 
     update()
     return count / _median_s(update)
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,7 +83,7 @@ class SafetensorsSource:
 
 
 class RandomSource:
-    """Weights drawn by the model's own initialisation, module by module, seeded by name: never the whole model at once."""
+    """Weights drawn by the model's own initialisation, one module at a time, seeded by its name."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._seed = seed
@@ -92,8 +92,12 @@ class RandomSource:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     name = f"{prefix}.{attribute}" if prefix else attribute
-                    self._parents[name] = (module, attribute, {k: p.shape for k, p in module._parameters.items() if p is not None})
-        self._initialize = model._init_weights
+                    self._parents[name] = (
+                        module,
+                        attribute,
+                        {k: p.shape for k, p in module._parameters.items() if p is not None},
+                    )
+        self._initialize: Callable[[nn.Module], None] = model._init_weights  # type: ignore[assignment]
 
     def tensor(self, name: str, shape: torch.Size) -> torch.Tensor:
         if name not in self._parents:

@@ -163,7 +163,7 @@ class StrandPool:
         self._modules = modules
         self.originals: dict[str, Callable[..., Any]] = {name: m.forward for name, m in modules.items()}
         for name, module in modules.items():
-            module.forward = self._wrap(name)  # type: ignore[method-assign]
+            module.forward = self._wrap(name)
 
     def _wrap(self, name: str) -> Callable[..., Any]:
         original = self.originals[name]

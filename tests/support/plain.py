@@ -1,0 +1,71 @@
+"""Plain PyTorch training with fp32 masters: what every placement must reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from overspill.kernels.split_master import round_to_bf16
+from overspill.offload import AdamW
+
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class PlainTrainer:
+    """Everything resident: backward per microbatch, torch's own clipping and fused AdamW on fp32 masters.
+
+    bf16 weights are the masters rounded to nearest with ties away from zero, as the split master rounds them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: AdamW, dtype: torch.dtype) -> None:
+        self.model = model.to(dtype)
+        self.settings = optimizer
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        self.masters: dict[str, torch.Tensor] = {}
+        groups: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        for name, parameter in self.parameters.items():
+            master = parameter if dtype == torch.float32 else parameter.detach().float().clone()
+            self.masters[name] = master
+            decay = (optimizer.decay_1d or parameter.ndim > 1) and (
+                optimizer.decay_embeddings or id(parameter) not in embeddings
+            )
+            groups[decay].append(master)
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": groups[True], "weight_decay": optimizer.weight_decay},
+                {"params": groups[False], "weight_decay": 0.0},
+            ],
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.epsilon,
+            fused=True,
+        )
+
+    def step(
+        self, batches: Sequence[Any], loss_fn: LossFunction, learning_rate: float
+    ) -> tuple[list[float], float | None]:
+        losses = []
+        for batch in batches:
+            loss = loss_fn(self.model, batch)
+            loss.backward()
+            losses.append(loss.item())
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+        norm = None
+        if self.settings.max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(list(self.masters.values()), self.settings.max_grad_norm).item()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if master is not parameter:
+                with torch.no_grad():
+                    parameter.copy_(round_to_bf16(master) if parameter.dtype == torch.bfloat16 else master)
+            master.grad = parameter.grad = None
+        return losses, norm
