@@ -1,0 +1,442 @@
+"""One pass over the computes that inserts transfers and releases and gives every copy its offset.
+
+Home copies lie from offset 0 up, in the order of the blocks, the same in every plan of a job; the rest of a tier floats.
+A block that is needed is fetched hop by hop from the nearest tier that has it up to date. Room is made by evicting
+the copy whose next use is furthest away, then the next, until a hole fits; only what overlaps the chosen hole really
+goes. Doing eviction by counting bytes and offsets later fails on fragmentation.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .order import Order
+from .plan import COMPUTE_LANE, Block, Compute, Machine, Op, Plan, Release, Slot, Step, Transfer, aligned
+
+
+class Infeasible(Exception):
+    """`tier` cannot hold what one compute needs at once: `need_bytes` of `have_bytes`, homes included."""
+
+    def __init__(self, tier: str, need_bytes: int, have_bytes: int, what: str) -> None:
+        super().__init__(f"{what} needs {need_bytes} bytes in {tier}, which has {have_bytes}")
+        self.tier, self.need_bytes, self.have_bytes = tier, need_bytes, have_bytes
+
+
+class _NoRoom(Exception):
+    def __init__(self, tier: str) -> None:
+        self.tier = tier
+
+
+def home_offsets(blocks: Iterable[Block]) -> dict[str, int]:
+    """Offset of every block that has a home, packed from 0 in each tier, in order."""
+    ends: dict[str, int] = {}
+    offsets = {}
+    for block in blocks:
+        if block.home is not None:
+            offsets[block.name] = ends.get(block.home, 0)
+            ends[block.home] = offsets[block.name] + aligned(block.size_bytes)
+    return offsets
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A copy in the floating region. `used` is the compute at which it was last touched."""
+
+    block: str
+    start: int
+    end: int
+    first: int
+    used: int
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A stretch of the floating region: a copy, or free since compute `freed`."""
+
+    start: int
+    end: int
+    copy: _Copy | None
+    freed: int = -1
+
+
+class _Region:
+    """The floating part of one tier, as a list of segments without gaps."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.segments = [_Segment(start, end, None)] if end > start else []
+        self.copies: dict[str, _Copy] = {}
+
+    def free_window(self, size: int) -> tuple[int, int] | None:
+        """Segment indices [i, j] of the free window of at least `size` that has been free for longest."""
+        best: tuple[int, int] | None = None
+        best_key = (math.inf, math.inf)
+        segments = self.segments
+        for i, segment in enumerate(segments):
+            if segment.copy is not None:
+                continue
+            room, freed = 0, -1
+            for j in range(i, len(segments)):
+                other = segments[j]
+                if other.copy is not None:
+                    break
+                room += other.end - other.start
+                freed = max(freed, other.freed)
+                if room >= size:
+                    if (freed, segment.start) < best_key:
+                        best, best_key = (i, j), (freed, segment.start)
+                    break
+        return best
+
+    def window_around(self, copy: _Copy, size: int, soft: set[str]) -> tuple[int, int] | None:
+        """Segment indices [i, j] that include `copy`, are free or soft, and hold `size`: as few as possible."""
+        segments = self.segments
+        middle = next(k for k, segment in enumerate(segments) if segment.copy is copy)
+
+        def open_(k: int) -> bool:
+            held = segments[k].copy
+            return held is None or held.block in soft
+
+        i = j = middle
+        while i > 0 and open_(i - 1):
+            i -= 1
+        while j + 1 < len(segments) and open_(j + 1):
+            j += 1
+        if segments[j].end - segments[i].start < size:
+            return None
+        best: tuple[int, int] | None = None
+        best_count = math.inf
+        for a in range(i, middle + 1):
+            for b in range(middle, j + 1):
+                if segments[b].end - segments[a].start >= size:
+                    count = sum(segments[k].copy is not None for k in range(a, b + 1))
+                    if count < best_count:
+                        best, best_count = (a, b), count
+                    break
+        return best
+
+    def take(self, i: int, j: int, size: int, copy_block: str, first: int, now: int) -> _Copy:
+        """Put a copy at the start of free segments [i, j]; what is over stays free."""
+        segments = self.segments
+        start, end = segments[i].start, segments[i].start + size
+        copy = _Copy(copy_block, start, end, first, now)
+        rest = [_Segment(max(s.start, end), s.end, None, s.freed) for s in segments[i : j + 1] if s.end > end]
+        segments[i : j + 1] = [_Segment(start, end, copy), *rest]
+        self.copies[copy_block] = copy
+        return copy
+
+    def give_back(self, copy: _Copy, now: int) -> None:
+        for segment in self.segments:
+            if segment.copy is copy:
+                segment.copy, segment.freed = None, now
+                break
+        del self.copies[copy.block]
+
+
+def residency(order: Order, machine: Machine, *, lookahead: int) -> Plan:
+    """A plan without dependencies (see `hazards`). `lookahead`: how many visits ahead blocks are fetched, as far as there
+    is room. Raises Infeasible when a single compute does not fit.
+    """
+    return _Residency(order, machine, lookahead).run()
+
+
+class _Residency:
+    def __init__(self, order: Order, machine: Machine, lookahead: int) -> None:
+        self._order = order
+        self._machine = machine
+        self._lookahead = lookahead
+        self._blocks = {block.name: block for block in order.blocks}
+        self._sizes = {block.name: aligned(block.size_bytes) for block in order.blocks}
+        self._levels = {tier.name: level for level, tier in enumerate(machine.tiers)}
+        self._exit = set(order.exit)
+        self._ops: list[tuple[Op, str]] = []
+        self._slots: list[Slot] = []
+        self._homes = home_offsets(order.blocks)
+        self._regions: dict[str, _Region] = {}
+        for tier in (*machine.tiers, machine.graph_tier):
+            used = sum(self._sizes[b.name] for b in order.blocks if b.home == tier.name)
+            if used > tier.capacity_bytes:
+                raise Infeasible(tier.name, used, tier.capacity_bytes, "what lives there")
+            self._regions[tier.name] = _Region(used, tier.capacity_bytes)
+        self._home_bytes = {
+            name: region.segments[0].start if region.segments else 0 for name, region in self._regions.items()
+        }
+        self._valid: dict[str, set[str]] = {b.name: set() for b in order.blocks}
+        for name in order.entry:
+            home = self._blocks[name].home
+            assert home is not None
+            self._valid[name].add(home)
+        self._uses: dict[str, list[int]] = {b.name: [] for b in order.blocks}
+        self._last_change: dict[str, int] = {}
+        for i, compute in enumerate(order.computes):
+            for access in compute.accesses:
+                self._uses[access.block].append(i)
+                if access.mode != "read":
+                    self._last_change[access.block] = i
+        self._now = 0
+        self._pins: dict[tuple[str, str], int] = {}
+        self._held: dict[tuple[str, str], int] = {}
+
+    # ---------------------------------------------------------------- the pass
+
+    def run(self) -> Plan:
+        visits = list(_visits(self._order.computes))
+        ahead = 0
+        for v, (start, end) in enumerate(visits):
+            self._now = start
+            ahead = max(ahead, v)
+            while ahead < len(visits) and ahead <= v + self._lookahead:
+                if not self._prefetch(visits[ahead]) and ahead > v:
+                    break
+                ahead += 1
+            for i in range(start, end):
+                self._now = i
+                self._compute(self._order.computes[i])
+            self._unpin(visits[v])
+        self._now = len(self._order.computes)
+        self._pins.clear()
+        for name in self._order.exit:
+            home = self._blocks[name].home
+            assert home is not None
+            if home not in self._valid[name]:
+                self._ensure_or_fail(name, home, "the end of the step")
+        for tier, region in self._regions.items():
+            for copy in list(region.copies.values()):
+                self._release(copy, tier)
+        count = len(self._ops)
+        for block in self._order.blocks:
+            if block.home is not None:
+                slot = Slot(
+                    block=block.name, tier=block.home, offset_bytes=self._homes[block.name], first=-1, last=count
+                )
+                self._slots.append(slot)
+        return Plan(
+            machine=self._machine,
+            blocks=self._order.blocks,
+            steps=tuple(Step(op=op, lane=lane) for op, lane in self._ops),
+            slots=tuple(self._slots),
+            entry=self._order.entry,
+            exit=self._order.exit,
+        )
+
+    def _prefetch(self, visit: tuple[int, int]) -> bool:
+        """Pin what the visit needs and fetch what it reads, as far as there is room."""
+        self._pin(visit)
+        start = visit[0]
+        wanted = dict.fromkeys(
+            (access.block, access.tier)
+            for i in range(*visit)
+            for access in self._order.computes[i].accesses
+            if access.mode != "write" and access.tier in self._levels
+        )
+        for block, tier in wanted:
+            changes = self._uses[block]
+            pending = any(
+                access.block == block and access.mode != "read"
+                for i in changes[bisect_left(changes, self._now) : bisect_left(changes, start)]
+                for access in self._order.computes[i].accesses
+            )
+            if pending or not self._valid[block]:
+                continue
+            try:
+                self._ensure(block, tier)
+            except _NoRoom:
+                if visit[0] > self._now:
+                    self._unpin(visit)
+                return False
+        return True
+
+    def _pin(self, visit: tuple[int, int]) -> None:
+        for i in range(*visit):
+            for access in self._order.computes[i].accesses:
+                key = access.block, access.tier
+                self._pins[key] = self._pins.get(key, 0) + 1
+
+    def _unpin(self, visit: tuple[int, int]) -> None:
+        for i in range(*visit):
+            for access in self._order.computes[i].accesses:
+                key = access.block, access.tier
+                left = self._pins.get(key, 0) - 1
+                if left > 0:
+                    self._pins[key] = left
+                else:
+                    self._pins.pop(key, None)
+
+    def _compute(self, compute: Compute) -> None:
+        for access in compute.accesses:
+            self._ready(compute, access.block, access.tier, access.mode == "write")
+        # Room for a later access may have cost an earlier one only if it was not pinned, and these are.
+        lane = COMPUTE_LANE
+        if compute.kind == "update" and compute.accesses[0].tier != self._machine.compute_tier:
+            lane = self._machine.update_lane
+        self._ops.append((compute, lane))
+        for access in compute.accesses:
+            self._touch(access.block, access.tier)
+            if access.mode != "read":
+                self._invalidate_others(access.block, access.tier)
+        self._hold(compute)
+        for access in compute.accesses:
+            if access.mode != "read":
+                self._write_back(access.block)
+            elif self._blocks[access.block].role == "saved":
+                self._release(self._regions[access.tier].copies[access.block], access.tier)
+
+    def _ready(self, compute: Compute, block: str, tier: str, writes: bool) -> None:
+        try:
+            self._bring(block, tier, writes)
+            return
+        except _NoRoom:
+            pass
+        # The window is a wish: give up everything but this compute and try once more.
+        kept, self._pins = self._pins, {(a.block, a.tier): 1 for a in compute.accesses}
+        try:
+            self._bring(block, tier, writes)
+        except _NoRoom as error:
+            need = sum(self._sizes[a.block] for a in compute.accesses if a.tier == error.tier)
+            need += self._home_bytes[error.tier]
+            have = self._machine.tier(error.tier).capacity_bytes
+            raise Infeasible(error.tier, max(need, have + 1), have, str(compute)) from error
+        finally:
+            self._pins = kept
+
+    def _ensure_or_fail(self, block: str, tier: str, what: str) -> None:
+        try:
+            self._ensure(block, tier)
+        except _NoRoom as error:
+            have = self._machine.tier(error.tier).capacity_bytes
+            need = self._home_bytes[error.tier] + self._sizes[block]
+            raise Infeasible(error.tier, max(need, have + 1), have, what) from error
+
+    def _bring(self, block: str, tier: str, writes: bool) -> None:
+        if not writes:
+            self._ensure(block, tier)
+        elif self._blocks[block].home != tier and block not in self._regions[tier].copies:
+            self._allocate(block, tier)
+
+    # ---------------------------------------------------------------- copies
+
+    def _ensure(self, block: str, tier: str) -> None:
+        """Bring an up-to-date copy to `tier`, hop by hop from the nearest one."""
+        valid = self._valid[block]
+        if tier in valid:
+            return
+        target = self._levels[tier]
+        level = min((self._levels[t] for t in valid), key=lambda lv: (abs(lv - target), lv))
+        while level != target:
+            following = level + (1 if target > level else -1)
+            source, goal = self._machine.tiers[level].name, self._machine.tiers[following].name
+            if goal not in valid:
+                key = (block, source)
+                self._pins[key] = self._pins.get(key, 0) + 1
+                try:
+                    if self._blocks[block].home != goal:
+                        self._allocate(block, goal)
+                finally:
+                    self._pins[key] -= 1
+                    if not self._pins[key]:
+                        del self._pins[key]
+                self._ops.append((Transfer(block=block, source=source, target=goal), f"{source}>{goal}"))
+                valid.add(goal)
+                self._touch(block, goal)
+            level = following
+
+    def _touch(self, block: str, tier: str) -> None:
+        copy = self._regions[tier].copies.get(block)
+        if copy is not None:
+            copy.used = self._now
+
+    def _invalidate_others(self, block: str, tier: str) -> None:
+        for other in self._valid[block] - {tier}:
+            copy = self._regions[other].copies.get(block)
+            if copy is not None:
+                self._release(copy, other)
+        self._valid[block] = {tier}
+
+    def _write_back(self, block: str) -> None:
+        """Send a block home after its last change, while the lanes are free; what finds no room waits for the end."""
+        home = self._blocks[block].home
+        if (
+            home is None
+            or block not in self._exit
+            or self._last_change[block] > self._now
+            or home in self._valid[block]
+        ):
+            return
+        try:
+            self._ensure(block, home)
+        except _NoRoom:
+            return
+
+    def _hold(self, compute: Compute) -> None:
+        """A kept graph points into the slots of its weights: they stay from F+ to B."""
+        keeps = compute.kind == "forward" and compute.keep_graph
+        ends = compute.kind == "backward" and any(self._blocks[a.block].role == "saved" for a in compute.accesses)
+        if not keeps and not ends:
+            return
+        for access in compute.accesses:
+            if self._blocks[access.block].role in ("weight", "frozen"):
+                key = access.block, access.tier
+                self._held[key] = self._held.get(key, 0) + (1 if keeps else -1)
+
+    def _release(self, copy: _Copy, tier: str) -> None:
+        self._slots.append(
+            Slot(block=copy.block, tier=tier, offset_bytes=copy.start, first=copy.first, last=len(self._ops))
+        )
+        self._ops.append((Release(block=copy.block, tier=tier), ""))
+        self._regions[tier].give_back(copy, self._now)
+        self._valid[copy.block].discard(tier)
+
+    def _next_use(self, block: str) -> float:
+        uses = self._uses[block]
+        k = bisect_left(uses, self._now)
+        return uses[k] if k < len(uses) else math.inf
+
+    def _allocate(self, block: str, tier: str) -> None:
+        region, size = self._regions[tier], self._sizes[block]
+        window = region.free_window(size)
+        if window is None:
+            window = self._make_room(region, tier, size)
+        region.take(*window, size, block, len(self._ops), self._now)
+
+    def _make_room(self, region: _Region, tier: str, size: int) -> tuple[int, int]:
+        candidates = [
+            copy for copy in region.copies.values()
+            if (copy.block, tier) not in self._pins and not self._held.get((copy.block, tier))
+        ]  # fmt: skip
+        candidates.sort(key=lambda copy: (-self._next_use(copy.block), copy.used, copy.start))
+        soft: set[str] = set()
+        for candidate in candidates:
+            soft.add(candidate.block)
+            window = region.window_around(candidate, size, soft)
+            if window is not None:
+                i, j = window
+                for victim in [s.copy for s in region.segments[i : j + 1] if s.copy is not None]:
+                    self._evict(victim, tier)
+                start = next(k for k, s in enumerate(region.segments) if s.start == region.segments[i].start)
+                return start, start + (j - i)
+        raise _NoRoom(tier)
+
+    def _evict(self, copy: _Copy, tier: str) -> None:
+        block = copy.block
+        needed = self._next_use(block) < math.inf or block in self._exit
+        if needed and self._valid[block] == {tier}:
+            level = self._levels.get(tier)
+            if level is None or level + 1 == len(self._machine.tiers):
+                raise _NoRoom(tier)
+            self._ensure(block, self._machine.tiers[level + 1].name)
+        self._release(copy, tier)
+
+
+def _visits(computes: Sequence[Compute]) -> Iterator[tuple[int, int]]:
+    """Runs of computes of one kind on one layer; each part of an update is a visit of its own."""
+    start = 0
+    for i in range(1, len(computes) + 1):
+        if (
+            i == len(computes)
+            or (computes[i].kind, computes[i].layer) != (computes[start].kind, computes[start].layer)
+            or computes[i].kind == "update"
+        ):
+            yield start, i
+            start = i
