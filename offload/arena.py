@@ -30,10 +30,20 @@ class MemoryArena:
     def __init__(self, device: Device, size_bytes: int, *, fast: bool) -> None:
         self._device = device
         self.bytes = device.fast_arena(size_bytes) if fast else device.host_arena(size_bytes)
+        self._start = self.bytes.storage_offset()
 
     def view(self, offset_bytes: int, size_bytes: int) -> torch.Tensor:
-        """The slot's bytes (size_bytes,) on the tier's device."""
-        return self.bytes[offset_bytes : offset_bytes + size_bytes]
+        """The slot's bytes (size_bytes,) on the tier's device.
+
+        Not a slice: slices of one tensor share a version counter, and autograd would take every write to the arena
+        for a change of whatever it saved from it.
+        """
+        if not 0 <= offset_bytes <= offset_bytes + size_bytes <= self.bytes.numel():
+            raise IndexError(
+                f"slot [{offset_bytes}, +{size_bytes}] lies outside an arena of {self.bytes.numel()} bytes"
+            )
+        empty = torch.empty(0, dtype=torch.uint8, device=self.bytes.device)
+        return empty.set_(self.bytes.untyped_storage(), self._start + offset_bytes, (size_bytes,))
 
     def close(self) -> None:
         self._device.free_arena(self.bytes)

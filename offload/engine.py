@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..swap_scheduler import (
+    BudgetError,
     Choice,
     Group,
     Layer,
@@ -82,6 +83,7 @@ class Engine:
         self,
         *,
         structure: Structure,
+        use_cache: bool | None,
         source: WeightSource,
         optimizer: AdamW,
         memory: Memory,
@@ -94,6 +96,7 @@ class Engine:
         part_numel: int | None,
     ) -> None:
         self.structure = structure
+        self._use_cache = use_cache
         self.optimizer = optimizer
         self._source = source
         self._memory = memory
@@ -145,10 +148,15 @@ class Engine:
         structure = take_apart(
             model, dtype, opened.torch_device, decay_1d=optimizer.decay_1d, decay_embeddings=optimizer.decay_embeddings
         )
+        # A key-value cache would grow with every recompute of a layer; nothing in training reads it.
+        config = getattr(model, "config", None)
+        use_cache = getattr(config, "use_cache", None)
+        if use_cache:
+            config.use_cache = False
         probe(structure, lambda tokens: _to_device(example(tokens), opened.torch_device))
         rows, length = max_tokens
         return cls(
-            structure=structure, source=source, optimizer=optimizer, memory=memory, device=opened, rows=rows,
+            structure=structure, use_cache=use_cache, source=source, optimizer=optimizer, memory=memory, device=opened, rows=rows,
             length=length, microbatches=microbatches, seed=seed, rates=rates, part_numel=part_numel,
         )  # fmt: skip
 
@@ -225,7 +233,14 @@ class Engine:
         disk = self._memory.disk.path if self._memory.disk else None
         self.rates = rates or measure(self._device, self.machine, disk, self.structure.dtype)
         self._costs = self.rates.costs(self.structure, self._parts, rows=self._rows, length=self._length)
-        self.choice: Choice = choose(workload, self.machine, self._costs, clipping=self.holds_gradients)
+        try:
+            self.choice: Choice = choose(workload, self.machine, self._costs, clipping=self.holds_gradients)
+        except BudgetError as error:
+            if error.tier != self.machine.compute_tier:
+                raise
+            # The user's budget also covers what the allocator takes beside the arena.
+            beside = self.workspace_bytes + graph
+            raise BudgetError(error.tier, error.need_bytes + beside, fast, error.advice) from error
 
     def plan(self, name: Pass | None = None, microbatches: int | None = None) -> Plan:
         """The plan of a pass; by default the one of an ordinary step."""
@@ -400,7 +415,7 @@ class Engine:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """A Hugging Face folder: config, generation config, safetensors in shards of bounded size."""
-        save_pretrained(self.structure, self.named_weights(), folder)
+        save_pretrained(self.structure, self.named_weights(), folder, use_cache=self._use_cache)
 
 
 def _to_device(batch: Batch, device: torch.device) -> dict[str, Any]:

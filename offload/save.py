@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,8 +16,15 @@ from .layers import Structure
 SHARD_BYTES = 1 << 30
 
 
-def save_pretrained(structure: Structure, weights: Iterable[tuple[str, torch.Tensor]], folder: str | Path) -> None:
-    """Write config, generation config and weights into `folder`, which is made. A tied weight is stored once.
+def save_pretrained(
+    structure: Structure,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    folder: str | Path,
+    *,
+    use_cache: bool | None,
+) -> None:
+    """Write config, generation config and weights into `folder`, which is made. A tied weight is stored once. `use_cache`: the config's
+    value to save.
 
     Peak memory: one shard of at most 1 GiB (or one larger tensor).
     """
@@ -52,7 +60,10 @@ def save_pretrained(structure: Structure, weights: Iterable[tuple[str, torch.Ten
     model: Any = structure.model
     model.config.dtype = structure.dtype
     model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(target)
+    config = copy.deepcopy(model.config)
+    if use_cache is not None:
+        config.use_cache = use_cache  # the user's value: it is off only while the weights are away
+    config.save_pretrained(target)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(target)

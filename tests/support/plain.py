@@ -17,18 +17,20 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 class PlainTrainer:
     """Everything resident: backward per microbatch, torch's own clipping and fused AdamW on fp32 masters.
 
-    bf16 weights are the masters rounded to nearest with ties away from zero, as the split master rounds them.
+    bf16 weights are the masters rounded to nearest with ties away from zero, as the split master rounds them. Buffers
+    keep their dtype: casting rotary frequencies would change the model.
     """
 
     def __init__(self, model: nn.Module, optimizer: AdamW, dtype: torch.dtype) -> None:
-        self.model = model.to(dtype)
+        self.model = model
         self.settings = optimizer
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self.masters: dict[str, torch.Tensor] = {}
         groups: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for name, parameter in self.parameters.items():
-            master = parameter if dtype == torch.float32 else parameter.detach().float().clone()
+            master = parameter if dtype == torch.float32 else parameter.detach().clone()
+            parameter.data = _rounded(parameter.data, dtype)
             self.masters[name] = master
             decay = (optimizer.decay_1d or parameter.ndim > 1) and (
                 optimizer.decay_embeddings or id(parameter) not in embeddings
@@ -66,6 +68,10 @@ class PlainTrainer:
             master = self.masters[name]
             if master is not parameter:
                 with torch.no_grad():
-                    parameter.copy_(round_to_bf16(master) if parameter.dtype == torch.bfloat16 else master)
+                    parameter.copy_(_rounded(master, parameter.dtype))
             master.grad = parameter.grad = None
         return losses, norm
+
+
+def _rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return round_to_bf16(tensor) if dtype == torch.bfloat16 else tensor.to(dtype)
