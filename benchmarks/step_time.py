@@ -108,15 +108,25 @@ def plain(variant: str) -> Any:
     return step
 
 
-def spilled(variant: str, folder: str) -> Any:
+def prepare(folder: str) -> dict[str, Any]:
+    """Save the model that every variant starts from, so that no run has to build it in its own memory."""
     import torch
     from transformers import LlamaForCausalLM
 
-    from overspill.offload import AdamW, DiskMemory, Engine, Memory, StateDictSource
-
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config())
-    source = StateDictSource({name: p.detach() for name, p in model.named_parameters()})
+    LlamaForCausalLM(config()).save_pretrained(Path(folder) / "model")
+    return {}
+
+
+def spilled(variant: str, folder: str) -> Any:
+    from transformers import LlamaForCausalLM
+
+    from overspill.offload import AdamW, DiskMemory, Engine, Memory, SafetensorsSource, skeleton
+
+    command = [sys.executable, __file__, "--child", "prepare", "--folder", folder]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    source = SafetensorsSource(Path(folder) / "model")
+    model = skeleton(lambda: LlamaForCausalLM(config()))
     numel = sum(p.numel() for p in model.parameters())
     state_bytes = 14 * numel
     if variant == "b":
@@ -134,7 +144,6 @@ def spilled(variant: str, folder: str) -> Any:
         microbatches=MICROBATCHES,
     )
     engine.load()
-    del source
 
     def step(number: int) -> tuple[float, dict[str, int]]:
         result = engine.step(batches(number), loss_fn, LEARNING_RATE)
@@ -275,8 +284,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="where swap files go")
-    parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=(*VARIANTS, "prepare"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.child == "prepare":
+        prepare(arguments.folder)
+        return
     if arguments.child:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             print("RESULT " + json.dumps(child(arguments.child, arguments.steps, folder)), flush=True)

@@ -3,6 +3,7 @@
 from ..swap_scheduler import BudgetError
 from .compute import NonFiniteGradient
 from .engine import Engine, StepResult
+from .layers import skeleton
 from .memory import DiskMemory, Memory
 from .optimizer import AdamW
 from .sources import RandomSource, SafetensorsSource, StateDictSource, WeightError, WeightSource
@@ -20,4 +21,5 @@ __all__ = [
     "StepResult",
     "WeightError",
     "WeightSource",
+    "skeleton",
 ]

@@ -17,6 +17,9 @@ from typing import Protocol
 import torch
 
 
+_HUGE_PAGE_BYTES = 2 << 20
+
+
 class Done(Protocol):
     """The end of a computation that may still be running on the device."""
 
@@ -26,6 +29,8 @@ class Done(Protocol):
 def anonymous(size_bytes: int) -> torch.Tensor:
     """Private page-aligned host memory (bytes,); pages cost nothing until they are written."""
     pages = mmap.mmap(-1, max(size_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)[:size_bytes]
 
 

@@ -98,7 +98,7 @@ class Engine:
         self.structure = structure
         self._use_cache = use_cache
         self.optimizer = optimizer
-        self._source = source
+        self._source: WeightSource | None = source
         self._memory = memory
         self._device = device
         self._rows, self._length, self._microbatches = rows, length, microbatches
@@ -115,7 +115,8 @@ class Engine:
         self._pending = False
         self._good_steps = 0
         self._loss_scale = 2.0**16 if structure.dtype == torch.float16 else 1.0
-        self._pool = StrandPool(structure.modules, tuple(visit.module for visit in structure.visits))
+        modules = tuple(visit.module for visit in structure.visits)
+        self._pool = StrandPool(structure.modules, modules, device.torch_device.type)
         self._compute = LayerCompute(structure, self._pool, self._parts, optimizer, seed=seed)
         self._executor: Executor | None = None
         self.shuffle: random.Random | None = None
@@ -148,11 +149,7 @@ class Engine:
         structure = take_apart(
             model, dtype, opened.torch_device, decay_1d=optimizer.decay_1d, decay_embeddings=optimizer.decay_embeddings
         )
-        # A key-value cache would grow with every recompute of a layer; nothing in training reads it.
-        config = getattr(model, "config", None)
-        use_cache = getattr(config, "use_cache", None)
-        if use_cache:
-            config.use_cache = False
+        use_cache = _without_cache(model)
         probe(structure, lambda tokens: _to_device(example(tokens), opened.torch_device))
         rows, length = max_tokens
         return cls(
@@ -267,7 +264,9 @@ class Engine:
                 self._arenas[tier.name] = MemoryArena(self._device, tier.capacity_bytes, fast=fast)
         self._executor = Executor(self._device, self._arenas)
         self._homes = Homes(self.structure, self._parts, self.plan(), self._arenas)
+        assert self._source is not None
         self._homes.fill(self._source)
+        self._source = None  # it may hold a whole model
 
     def close(self) -> None:
         """Stop the threads, give the model its own forward back, free the arenas, remove the swap file."""
@@ -416,6 +415,18 @@ class Engine:
     def save_pretrained(self, folder: str | Path) -> None:
         """A Hugging Face folder: config, generation config, safetensors in shards of bounded size."""
         save_pretrained(self.structure, self.named_weights(), folder, use_cache=self._use_cache)
+
+
+def _without_cache(model: nn.Module) -> bool | None:
+    """Turn key-value caches off in every config of the model (encoder-decoders hold several): a cache would grow with
+    each recompute of a layer, and nothing in training reads it. The main config's value before.
+    """
+    main = getattr(getattr(model, "config", None), "use_cache", None)
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
+    return main
 
 
 def _to_device(batch: Batch, device: torch.device) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -98,6 +99,14 @@ class Structure:
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of the right shape and dtype that holds one NaN: it costs nothing, and is loud when it is read."""
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
+
+
+def skeleton(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `make` builds, without weights: parameters on the meta device, buffers real (rotary frequencies
+    are computed, not stored in files).
+    """
+    with init_empty_weights(include_buffers=False):
+        return make().train()
 
 
 def swappable_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -220,6 +229,10 @@ def take_apart(
     for module in model.modules():
         for attribute, buffer in module._buffers.items():
             if buffer is not None:
+                if buffer.is_meta:
+                    raise ValueError(
+                        f"buffer {attribute} of {type(module).__name__} has no values; build the model with skeleton()"
+                    )
                 module._buffers[attribute] = buffer.to(device)
     return structure
 

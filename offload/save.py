@@ -23,8 +23,8 @@ def save_pretrained(
     *,
     use_cache: bool | None,
 ) -> None:
-    """Write config, generation config and weights into `folder`, which is made. A tied weight is stored once. `use_cache`: the config's
-    value to save.
+    """Write config, generation config and weights into `folder`, which is made. A tied weight is stored once.
+    `use_cache`: the config's value to save.
 
     Peak memory: one shard of at most 1 GiB (or one larger tensor).
     """

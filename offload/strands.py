@@ -1,30 +1,29 @@
-"""Strands: every microbatch runs the model's own forward in its own thread and parks at each layer.
+"""Strands: every microbatch runs the model's own forward on a stack of its own and parks at each layer.
 
-Exactly one thread runs at a time: the baton is with the executor or with one strand. A strand that calls a swappable
-module hands over the call and waits; `Strand.advance` gives it the outputs and the baton until it parks again or
-returns its loss. Outputs handed back are leaves of the strand's outer graph, so that backward can go layer by layer:
+A strand that calls a swappable module hands over the call and waits; `Strand.advance` gives it the outputs and runs it
+until it parks again or has its loss. Outputs handed back are leaves of the strand's outer graph, so that backward
+can go layer by layer:
 
     outer graph:   embedding out -> (model's own code) -> block 0 in | block 0 out -> ... -> loss
                                                           cut here
 
-Threads and not coroutines, since grad mode, autocast and the current stream are thread-local in torch. They live
-as long as the pool, since every new thread that computes makes a new team of OpenMP threads.
+Strands are greenlets on the executor's thread, not threads: every thread that computes owns a team of OpenMP threads,
+and with more of them than cores libgomp stops spinning, which makes every parallel loop of the process slower
+(measured: an update 3.3 times; LOG.md, 2026-12-01). What torch keeps per thread (grad mode, inference mode, autocast)
+is saved and restored at every switch.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from greenlet import GreenletExit, greenlet
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-
-_current = threading.local()
 
 
 class VisitError(RuntimeError):
@@ -53,7 +52,9 @@ class Call:
         """The thread-local state under which the strand made the call."""
         with ExitStack() as stack:
             if self.autocast is not None:
-                stack.enter_context(torch.autocast(_device_type(self.flat), self.autocast[1], enabled=self.autocast[0]))
+                kind = _device_type(self.flat)
+                # No cache of cast weights: it would outlive their stay in the slot.
+                stack.enter_context(torch.autocast(kind, self.autocast[1], self.autocast[0], cache_enabled=False))
             stack.enter_context(torch.set_grad_enabled(grad))
             yield
 
@@ -62,8 +63,19 @@ def _device_type(flat: list[Any]) -> str:
     return next((value.device.type for value in flat if isinstance(value, torch.Tensor)), "cpu")
 
 
-class _Stop(BaseException):
-    """Raised inside a parked strand to unwind the model's forward; never reaches the user."""
+class _TorchState:
+    """What torch keeps per thread and a `with` statement in a model's forward may change."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._grad = torch.is_grad_enabled()
+        self._autocast = torch.is_autocast_enabled(kind)
+        self._dtype = torch.get_autocast_dtype(kind)
+
+    def restore(self) -> None:
+        torch.set_grad_enabled(self._grad)
+        torch.set_autocast_enabled(self._kind, self._autocast)
+        torch.set_autocast_dtype(self._kind, self._dtype)
 
 
 class Strand:
@@ -72,68 +84,56 @@ class Strand:
     def __init__(self, pool: StrandPool, number: int) -> None:
         self._pool = pool
         self.number = number
-        self._go: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._back: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._loop, name=f"overspill-strand-{number}", daemon=True)
-        self._thread.start()
-        self.reset()
+        self._reset()
 
-    def reset(self) -> None:
+    def _reset(self) -> None:
         self.parked: Call | None = None
         self.calls: dict[int, Call] = {}
         self.pending: dict[int, list[Any]] = {}
         self.loss: torch.Tensor | None = None
-        self.finished = True
-        self._error: BaseException | None = None
+        self._stack: greenlet | None = None
+        self._state: _TorchState | None = None
         self._visit = 0
 
     def start(self, forward: Callable[[], torch.Tensor]) -> None:
-        """Run `forward` until it parks at its first layer."""
-        self.reset()
-        self.finished = False
-        self._hand_over("start", forward)
+        """Run `forward` until it parks at its first layer, or to its end."""
+        self._reset()
+
+        def run(_: None) -> None:
+            self.loss = forward()
+
+        self._stack = greenlet(run)
+        self._switch(None)
 
     def advance(self, outputs: Any) -> None:
         """Give the parked call its outputs; returns when the strand parks again or has its loss."""
         self.parked = None
-        self._hand_over("advance", outputs)
+        self._switch(outputs)
 
     def stop(self) -> None:
-        """Unwind a parked forward; the thread stays for the next start."""
-        if not self.finished:
-            self._go.put(("stop", None))
-            self._back.get()
-        self.reset()
+        """Unwind a parked forward."""
+        if self._stack is not None and not self._stack.dead:
+            self._switch(None, unwind=True)
+        self._reset()
 
-    def quit(self) -> None:
-        self.stop()
-        self._go.put(("quit", None))
-        self._thread.join()
-
-    def _hand_over(self, what: str, value: Any) -> None:
-        self._go.put((what, value))
-        self._back.get()
-        if self._error is not None:
-            raise self._error
-
-    def _loop(self) -> None:
-        _current.strand = self
-        while True:
-            what, forward = self._go.get()
-            if what == "quit":
-                return
-            try:
-                self.loss = forward()
-            except _Stop:
-                pass
-            except BaseException as error:
-                self._error = error
-            self.finished = True
-            del forward
-            self._back.put(None)
+    def _switch(self, value: Any, *, unwind: bool = False) -> None:
+        assert self._stack is not None
+        outer = _TorchState(self._pool.device_type)
+        if self._state is not None:
+            self._state.restore()
+        self._pool.current = self
+        try:
+            if unwind:
+                self._stack.throw(GreenletExit)
+            else:
+                self._stack.switch(value)
+        finally:
+            self._pool.current = None
+            self._state = _TorchState(self._pool.device_type)
+            outer.restore()
 
     def enter(self, module: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called on the strand's own thread by a wrapped module: park, wait, go on with the outputs."""
+        """Called on the strand's stack by a wrapped module: park, wait, go on with the outputs."""
         visit = self._pool.find_visit(module, self._visit)
         self._visit = visit + 1
         flat, spec = tree_flatten((args, kwargs))
@@ -147,17 +147,18 @@ class Strand:
             grad=torch.is_grad_enabled(),
         )
         del flat, args, kwargs
-        self._back.put(None)
-        what, outputs = self._go.get()
-        if what == "stop":
-            raise _Stop
-        return outputs
+        assert self._stack is not None
+        assert self._stack.parent is not None
+        return self._stack.parent.switch()
 
 
 class StrandPool:
-    """The strands of an engine, and the wrapping of the model's swappable modules."""
+    """The strands of a job, and the wrapping of the model's swappable modules."""
 
-    def __init__(self, modules: dict[str, nn.Module], visits: tuple[str, ...]) -> None:
+    def __init__(self, modules: dict[str, nn.Module], visits: tuple[str, ...], device_type: str) -> None:
+        self.device_type = device_type
+        self.current: Strand | None = None
+        self._inside = False
         self._visits = visits
         self._strands: list[Strand] = []
         self._modules = modules
@@ -169,9 +170,9 @@ class StrandPool:
         original = self.originals[name]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if getattr(_current, "inside", False):
+            if self._inside:
                 return original(*args, **kwargs)
-            strand: Strand | None = getattr(_current, "strand", None)
+            strand = self.current
             if strand is None:
                 raise RuntimeError(
                     f"{name} was called while its weights are away; run the model through the engine "
@@ -199,20 +200,19 @@ class StrandPool:
     def call(self, call: Call, module: str, inputs: list[Any]) -> Any:
         """Run the module's own forward on `inputs`; nested swappable modules run inside it."""
         args, kwargs = tree_unflatten(inputs, call.spec)
-        _current.inside = True
+        self._inside = True
         try:
             return self.originals[module](*args, **kwargs)
         finally:
-            _current.inside = False
+            self._inside = False
 
     def stop(self) -> None:
-        """Unwind whatever is parked (after an error, or a skipped step)."""
+        """Unwind whatever is parked and forget every graph."""
         for strand in self._strands:
             strand.stop()
 
     def close(self) -> None:
-        for strand in self._strands:
-            strand.quit()
+        self.stop()
         self._strands.clear()
         for module in self._modules.values():
             del module.forward
