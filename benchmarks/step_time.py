@@ -121,7 +121,7 @@ def prepare(folder: str) -> dict[str, Any]:
 def spilled(variant: str, folder: str) -> Any:
     from transformers import LlamaForCausalLM
 
-    from overspill.offload import AdamW, DiskMemory, Engine, Memory, SafetensorsSource, skeleton
+    from overspill.offload import AdamW, DiskMemory, Job, Memory, SafetensorsSource, skeleton
 
     command = [sys.executable, __file__, "--child", "prepare", "--folder", folder]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -135,7 +135,7 @@ def spilled(variant: str, folder: str) -> Any:
         memory = Memory(
             ram_bytes=state_bytes // 4 + GIB // 2, disk=DiskMemory(path=folder, size_bytes=state_bytes + GIB)
         )
-    engine = Engine.build(
+    job = Job.build(
         model,
         source,
         optimizer=AdamW(weight_decay=0.01),
@@ -143,13 +143,13 @@ def spilled(variant: str, folder: str) -> Any:
         max_tokens=(1, LENGTH),
         microbatches=MICROBATCHES,
     )
-    engine.load()
+    job.load()
 
     def step(number: int) -> tuple[float, dict[str, int]]:
-        result = engine.step(batches(number), loss_fn, LEARNING_RATE)
+        result = job.step(batches(number), loss_fn, LEARNING_RATE)
         return result.loss, result.moved_bytes
 
-    step.engine = engine  # type: ignore[attr-defined]
+    step.job = job  # type: ignore[attr-defined]
     return step
 
 
@@ -170,7 +170,7 @@ def deepspeed(folder: str) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.01}},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
-        "aio": {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True},
+        "aio": {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "overlap_events": True},
         "zero_optimization": {
             "stage": 3, "overlap_comm": False, "contiguous_gradients": True, "sub_group_size": largest,
             "stage3_max_live_parameters": int(1e8), "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0,
@@ -192,14 +192,14 @@ def deepspeed(folder: str) -> Any:
         model = LlamaForCausalLM(config())
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
-    engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())
+    trainer, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())
 
     def step(number: int) -> tuple[float, dict[str, int]]:
         loss = 0.0
         for batch in batches(number):
-            part = engine(**batch).loss
-            engine.backward(part)
-            engine.step()
+            part = trainer(**batch).loss
+            trainer.backward(part)
+            trainer.step()
             loss += part.item() / MICROBATCHES
         return loss, {}
 
@@ -254,10 +254,10 @@ def child(variant: str, steps: int, folder: str) -> dict[str, Any]:
         "seconds": seconds, "losses": losses, "moved_bytes": moved, "peak_anonymous_gib": watch.peak_gib,
         "peak_rss_gib": status_gib("VmHWM"),
     }  # fmt: skip
-    if engine := getattr(step, "engine", None):
-        result["predicted_s"] = engine.simulate().total_s
+    if job := getattr(step, "job", None):
+        result["predicted_s"] = job.simulate().total_s
         result["disk_gb_per_s"] = disk_bandwidth(folder)
-        engine.close()
+        job.close()
     return result
 
 
@@ -310,11 +310,12 @@ def main() -> None:
     report = {
         "command": "python " + " ".join(["benchmarks/step_time.py", *sys.argv[1:]]), "commit": commit.stdout.strip(),
         "machine": {"cores": os.cpu_count(), "processor": platform.processor() or platform.machine()},
-        "tokens_per_step": LENGTH * MICROBATCHES, "variants": {k: summary(v) for k, v in runs.items()}, "skipped": skipped,
+        "tokens_per_step": LENGTH * MICROBATCHES, "variants": {k: summary(v) for k, v in runs.items()},
+        "skipped": skipped,
     }  # fmt: skip
     for name, row in report["variants"].items():
         print(
-            f"{name:3} {row['median_s']:7.2f} s  {row['tokens_per_s']:7.0f} tok/s  {row['peak_anonymous_gib']:6.2f} GiB"
+            f"{name:3} {row['median_s']:7.2f} s {row['tokens_per_s']:7.0f} tok/s {row['peak_anonymous_gib']:6.2f} GiB"
         )
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 from ..swap_scheduler import BudgetError
 from .compute import NonFiniteGradient
-from .engine import Engine, StepResult
+from .job import Job, StepResult
 from .layers import skeleton
 from .memory import DiskMemory, Memory
 from .optimizer import AdamW
@@ -12,7 +12,7 @@ __all__ = [
     "AdamW",
     "BudgetError",
     "DiskMemory",
-    "Engine",
+    "Job",
     "Memory",
     "NonFiniteGradient",
     "RandomSource",

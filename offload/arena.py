@@ -43,7 +43,7 @@ class MemoryArena:
                 f"slot [{offset_bytes}, +{size_bytes}] lies outside an arena of {self.bytes.numel()} bytes"
             )
         empty = torch.empty(0, dtype=torch.uint8, device=self.bytes.device)
-        return empty.set_(self.bytes.untyped_storage(), self._start + offset_bytes, (size_bytes,))
+        return empty.set_(self.bytes.untyped_storage(), self._start + offset_bytes, (size_bytes,), (1,))
 
     def close(self) -> None:
         self._device.free_arena(self.bytes)

@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch
 
-
 _HUGE_PAGE_BYTES = 2 << 20
 
 
@@ -39,6 +38,11 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     shares_processor_with_updates = True
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The default generator of the device. torch.manual_seed would also queue a call for every CUDA device."""
+        return torch.default_generator
 
     def fast_arena(self, size_bytes: int) -> torch.Tensor:
         return anonymous(size_bytes)
@@ -69,6 +73,11 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._locked: dict[int, int] = {}
+
+    @property
+    def generator(self) -> torch.Generator:
+        torch.cuda.init()
+        return torch.cuda.default_generators[self.torch_device.index]
 
     def fast_arena(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)

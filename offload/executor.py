@@ -39,7 +39,8 @@ class _Resolved:
     """A plan with every slot looked up: what the loop touches while it runs."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan = plan  # also keeps its id from being given to another
+        self.digest = plan.digest
         self.sizes = {block.name: block.size_bytes for block in plan.blocks}
         self.lanes: dict[str, list[int]] = {}
         slots: dict[tuple[str, str], list[Slot]] = {}
@@ -80,7 +81,7 @@ class Executor:
         self._device = device
         self._arenas = arenas
         self._lanes = Lanes()
-        self._resolved: dict[str, _Resolved] = {}
+        self._resolved: dict[int, _Resolved] = {}
         self.moved_bytes: dict[str, int] = {}
         """Bytes that really crossed each link since the executor was made; counted where they are copied."""
         self.peak_bytes = dict.fromkeys(arenas, 0)
@@ -88,10 +89,9 @@ class Executor:
 
     def run(self, plan: Plan, work: Work, *, shuffle: random.Random | None = None) -> Trace:
         """Carry out every step; the trace says when each ran. The first error of any lane stops all and is raised."""
-        digest = plan.digest
-        resolved = self._resolved.get(digest)
+        resolved = self._resolved.get(id(plan))
         if resolved is None:
-            resolved = self._resolved[digest] = _Resolved(plan)
+            resolved = self._resolved[id(plan)] = _Resolved(plan)
         run = _Run(self, resolved, work)
         if shuffle is not None:
             run.shuffled(shuffle)
@@ -104,7 +104,7 @@ class Executor:
             raise run.error
         events = tuple(event for event in run.events if event is not None)
         peaks = dict(self.peak_bytes)
-        return Trace(digest=digest, source="measured", events=events, peak_bytes=peaks)
+        return Trace(digest=resolved.digest, source="measured", events=events, peak_bytes=peaks)
 
     def close(self) -> None:
         self._lanes.close()

@@ -175,8 +175,8 @@ class StrandPool:
             strand = self.current
             if strand is None:
                 raise RuntimeError(
-                    f"{name} was called while its weights are away; run the model through the engine "
-                    "(engine.step, engine.evaluate), or save it and load the saved folder"
+                    f"{name} was called while its weights are away; run the model through the job "
+                    "(job.step, job.evaluate), or save it and load the saved folder"
                 )
             return strand.enter(name, args, kwargs)
 

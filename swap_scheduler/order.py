@@ -1,8 +1,8 @@
 """The computes of one pass in the order they run, with what each reads and writes. No word on transfers.
 
-Layer-major: every microbatch runs on a layer before the next layer; microbatches go 0, 1, ... in both directions, so that
-gradients are summed in the order of plain accumulation. The last `tail` layers go forward and backward in one visit
-per microbatch, so logits never pile up and nothing of them is recomputed.
+Layer-major: every microbatch runs on a layer before the next layer; microbatches go 0, 1, ... in both directions, so
+that gradients are summed in the order of plain accumulation. The last `tail` layers go forward and backward in one
+visit per microbatch, so logits never pile up and nothing of them is recomputed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .workload import (
 )
 
 Pass: TypeAlias = Literal["first", "steady", "flush", "evaluate", "fused"]
-"""first: forward, backward. steady: updates with the gradients that wait at home, forward, backward. flush: those updates
-alone. evaluate: forward alone. fused: forward, backward, each update as soon as its gradient is complete."""
+"""first: forward, backward. steady: updates with the gradients that wait at home, forward, backward. flush: those
+updates alone. evaluate: forward alone. fused: forward, backward, each update as soon as its gradient is complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,11 @@ class Order:
 def order(
     workload: Workload, machine: Machine, homes: Mapping[str, str], name: Pass, *, tail: int, kept: frozenset[int]
 ) -> Order:
-    """`homes`: tier of every persistent block; gradients that live inside the pass have none. `kept`: layers whose graph outlives their forward (the tail's always)."""
+    """The computes of pass `name`, and the blocks they touch.
+
+    homes: tier of every persistent block; gradients that live inside the pass have none. kept: layers whose graph
+    outlives their forward (the tail's always does).
+    """
     return _Builder(workload, machine, homes, name, tail, kept).build()
 
 
@@ -68,8 +72,8 @@ class _Builder:
         for i, layer in enumerate(workload.layers):
             for group in layer.weights:
                 self._first_layer.setdefault(group, i)
-        for group in self._resident:
-            self._first_layer[group.name] = 0
+        for resident in self._resident:
+            self._first_layer[resident.name] = 0
 
     def build(self) -> Order:
         computes = tuple(self._computes())

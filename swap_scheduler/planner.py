@@ -26,7 +26,7 @@ class BudgetError(ValueError):
     """No plan fits the budgets: `tier` needs `need_bytes` and has `have_bytes`."""
 
     def __init__(self, tier: str, need_bytes: int, have_bytes: int, advice: str) -> None:
-        self.tier, self.need_bytes, self.have_bytes = tier, need_bytes, have_bytes
+        self.tier, self.need_bytes, self.have_bytes, self.advice = tier, need_bytes, have_bytes, advice
         missing = need_bytes - have_bytes
         super().__init__(
             f"the {tier} budget is too small: {show_bytes(need_bytes)} are needed ({need_bytes} bytes), "

@@ -1,8 +1,8 @@
 """One pass over the computes that inserts transfers and releases and gives every copy its offset.
 
-Home copies lie from offset 0 up, in the order of the blocks, the same in every plan of a job; the rest of a tier floats.
-A block that is needed is fetched hop by hop from the nearest tier that has it up to date. Room is made by evicting
-the copy whose next use is furthest away, then the next, until a hole fits; only what overlaps the chosen hole really
+Home copies lie from offset 0 up, in the order of the blocks, the same in every plan of a job; the rest of a tier
+floats. A block that is needed is fetched hop by hop from the nearest tier that has it up to date. Room is made by
+evicting the copy whose next use is furthest away, then the next, until a hole fits; only what overlaps the chosen hole really
 goes. Doing eviction by counting bytes and offsets later fails on fragmentation.
 """
 
@@ -136,8 +136,8 @@ class _Region:
 
 
 def residency(order: Order, machine: Machine, *, lookahead: int) -> Plan:
-    """A plan without dependencies (see `hazards`). `lookahead`: how many visits ahead blocks are fetched, as far as there
-    is room. Raises Infeasible when a single compute does not fit.
+    """A plan without dependencies (see `hazards`). `lookahead`: how many visits ahead blocks are fetched, as far as
+    there is room. Raises Infeasible when a single compute does not fit.
     """
     return _Residency(order, machine, lookahead).run()
 

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,8 +76,8 @@ def default_example(tokens: int) -> Batch:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
-class Engine:
-    """Build with `Engine.build`, fill with `load`, then `step`; close it, or use it in a `with` statement."""
+class Job:
+    """Build with `Job.build`, fill with `load`, then `step`; close it, or use it in a `with` statement."""
 
     def __init__(
         self,
@@ -117,7 +117,9 @@ class Engine:
         self._loss_scale = 2.0**16 if structure.dtype == torch.float16 else 1.0
         modules = tuple(visit.module for visit in structure.visits)
         self._pool = StrandPool(structure.modules, modules, device.torch_device.type)
-        self._compute = LayerCompute(structure, self._pool, self._parts, optimizer, seed=seed)
+        self._compute = LayerCompute(
+            structure, self._pool, self._parts, optimizer, seed=seed, generator=device.generator
+        )
         self._executor: Executor | None = None
         self.shuffle: random.Random | None = None
         """With a generator, plans run in random legal orders on one thread: same results, for tests."""
@@ -138,7 +140,7 @@ class Engine:
         example: Callable[[int], Batch] = default_example,
         rates: Rates | None = None,
         part_numel: int | None = None,
-    ) -> Engine:
+    ) -> Job:
         """Plan a job; no weight is read before `load`.
 
         model: any Hugging Face model, on the meta device or not; its parameters are replaced. max_tokens: the largest
@@ -153,8 +155,8 @@ class Engine:
         probe(structure, lambda tokens: _to_device(example(tokens), opened.torch_device))
         rows, length = max_tokens
         return cls(
-            structure=structure, use_cache=use_cache, source=source, optimizer=optimizer, memory=memory, device=opened, rows=rows,
-            length=length, microbatches=microbatches, seed=seed, rates=rates, part_numel=part_numel,
+            structure=structure, use_cache=use_cache, source=source, optimizer=optimizer, memory=memory, device=opened,
+            rows=rows, length=length, microbatches=microbatches, seed=seed, rates=rates, part_numel=part_numel,
         )  # fmt: skip
 
     # ------------------------------------------------------------------ planning
@@ -239,6 +241,10 @@ class Engine:
             beside = self.workspace_bytes + graph
             raise BudgetError(error.tier, error.need_bytes + beside, fast, error.advice) from error
 
+    @property
+    def _passes(self) -> tuple[Pass, ...]:
+        return ("first", "steady", "flush", "evaluate") if self.holds_gradients else ("fused", "evaluate")
+
     def plan(self, name: Pass | None = None, microbatches: int | None = None) -> Plan:
         """The plan of a pass; by default the one of an ordinary step."""
         name = name or ("steady" if self.holds_gradients else "fused")
@@ -254,11 +260,17 @@ class Engine:
     # ------------------------------------------------------------------ life
 
     def load(self) -> None:
-        """Reserve every tier and read the weights into their homes."""
+        """Reserve every tier and read the weights into their homes. The swap file is as large as the plans need, not as
+        its budget allows.
+        """
+        plans = [self.plan(name) for name in self._passes]
         for tier in self.machine.tiers:
             if tier.name == "disk":
                 assert self._memory.disk is not None
-                self._arenas[tier.name] = DiskArena(self._memory.disk.path, tier.capacity_bytes)
+                needed = max(plan.peak_bytes()["disk"] for plan in plans)
+                self._arenas[tier.name] = DiskArena(self._memory.disk.path, needed)
+                tiers = (*self.machine.tiers[:-1], replace(tier, capacity_bytes=needed))
+                self.machine = replace(self.machine, tiers=tiers)
             else:
                 fast = tier.name == self.machine.compute_tier
                 self._arenas[tier.name] = MemoryArena(self._device, tier.capacity_bytes, fast=fast)
@@ -278,7 +290,7 @@ class Engine:
         self._arenas.clear()
         self._executor = None
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Job:
         return self
 
     def __exit__(
@@ -383,12 +395,12 @@ class Engine:
         forwards = [self._forward(batch, loss_fn, grad=name != "evaluate") for batch in batches] if loss_fn else []
         self._compute.loss_scale = self._loss_scale
         self._compute.begin(name, forwards)
-        state = torch.get_rng_state()
+        state = self._device.generator.get_state()
         try:
             return executor.run(plan, self._compute, shuffle=self.shuffle)
         finally:
             self._pool.stop()
-            torch.set_rng_state(state)
+            self._device.generator.set_state(state)
 
     def _forward(self, batch: Batch, loss_fn: LossFunction, *, grad: bool) -> Callable[[], torch.Tensor]:
         model, device = self.structure.model, self._device.torch_device
@@ -421,9 +433,9 @@ def _without_cache(model: nn.Module) -> bool | None:
     """Turn key-value caches off in every config of the model (encoder-decoders hold several): a cache would grow with
     each recompute of a layer, and nothing in training reads it. The main config's value before.
     """
-    main = getattr(getattr(model, "config", None), "use_cache", None)
+    main: bool | None = getattr(getattr(model, "config", None), "use_cache", None)
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", None):
             config.use_cache = False
     return main
