@@ -106,7 +106,10 @@ def skeleton(make: Callable[[], nn.Module]) -> nn.Module:
     are computed, not stored in files).
     """
     with init_empty_weights(include_buffers=False):
-        return make().train()
+        model: Any = make()
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()  # every parameter was replaced on its own
+    return model.train()
 
 
 def swappable_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -2,7 +2,7 @@
 
 Home copies lie from offset 0 up, in the order of the blocks, the same in every plan of a job; the rest of a tier
 floats. A block that is needed is fetched hop by hop from the nearest tier that has it up to date. Room is made by
-evicting the copy whose next use is furthest away, then the next, until a hole fits; only what overlaps the chosen hole really
+evicting the copy whose next use is furthest away, then the next, until a hole fits; only what overlaps the hole really
 goes. Doing eviction by counting bytes and offsets later fails on fragmentation.
 """
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -262,15 +263,19 @@ def _kind(value: Any) -> str:
 
 def _resolve(config: Config, base: Path) -> Config:
     """Paths absolute. A model path that names no folder is left as it is: a Hub name."""
-    folder = base / config.model.path
+
+    def absolute(path: Path) -> Path:
+        return Path(os.path.normpath(base / path))
+
+    folder = absolute(Path(config.model.path))
     model = config.model.model_copy(update={"path": str(folder)} if folder.is_dir() else {})
     evaluation = config.data.eval
     data = config.data.model_copy(
-        update={"train": base / config.data.train, "eval": base / evaluation if evaluation else None}
+        update={"train": absolute(config.data.train), "eval": absolute(evaluation) if evaluation else None}
     )
-    train = config.train.model_copy(update={"output_dir": base / config.train.output_dir})
+    train = config.train.model_copy(update={"output_dir": absolute(config.train.output_dir)})
     disk = config.memory.disk
     memory = config.memory.model_copy(
-        update={"disk": disk.model_copy(update={"path": base / disk.path}) if disk else None}
+        update={"disk": disk.model_copy(update={"path": absolute(disk.path)}) if disk else None}
     )
     return config.model_copy(update={"model": model, "data": data, "train": train, "memory": memory})

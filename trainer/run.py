@@ -66,7 +66,7 @@ def train(config: Config, *, console: Console | None = None) -> TrainResult:
     prepared = _prepare(config, console)
     work = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
     with prepared.job as job:
-        console.print(str(report_of(prepared)), highlight=False)
+        console.print(str(report_of(prepared)), highlight=False, soft_wrap=True)
         job.load()
         work.mkdir(parents=True)
         try:
@@ -76,7 +76,7 @@ def train(config: Config, *, console: Console | None = None) -> TrainResult:
             work.rename(output)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    console.print(f"saved to {output}", highlight=False)
+    console.print(f"saved to {output}", highlight=False, soft_wrap=True)
     return result
 
 
@@ -112,7 +112,7 @@ def _prepare(config: Config, console: Console) -> _Prepared:
     dataset = load_dataset(config.data.train, config.data, tokenizer)
     evaluation = load_dataset(config.data.eval, config.data, tokenizer) if config.data.eval else None
     for data in (dataset, *((evaluation,) if evaluation else ())):
-        console.print(str(data), highlight=False)
+        console.print(str(data), highlight=False, soft_wrap=True)
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     settings = config.train
     batches = Batches(
@@ -202,12 +202,12 @@ def _run(prepared: _Prepared, folder: Path, console: Console) -> TrainResult:
     (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     before = _evaluate(prepared)
     if before is not None:
-        console.print(_held_out("before", before), highlight=False)
+        console.print(_held_out("before", before), highlight=False, soft_wrap=True)
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as metrics:
         losses, skipped = _steps(prepared, metrics, console)
     after = _evaluate(prepared)
     if after is not None:
-        console.print(_held_out("after", after), highlight=False)
+        console.print(_held_out("after", after), highlight=False, soft_wrap=True)
     job.save_pretrained(folder)
     prepared.tokenizer.save_pretrained(folder)
     (folder / _MARKER).write_text(json.dumps({"steps": prepared.total_steps, "skipped": skipped}) + "\n")
@@ -283,7 +283,7 @@ def _steps(prepared: _Prepared, metrics: Any, console: Console) -> tuple[list[fl
                 loss = _evaluate(prepared)
                 if loss is not None:
                     metrics.write(json.dumps({"step": number, "eval_loss": loss}) + "\n")
-                    console.print(_held_out(f"after {number} steps of", loss), highlight=False)
+                    console.print(_held_out(f"after {number} steps of", loss), highlight=False, soft_wrap=True)
     if not losses:
         raise TrainingError("no step changed the weights: every one of them was skipped")
     return losses, skipped
