@@ -33,6 +33,11 @@ def anonymous(size_bytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)[:size_bytes]
 
 
+def zeros_on(device: torch.device, size_bytes: int) -> torch.Tensor:
+    """Zeros (size_bytes,) to read from."""
+    return anonymous(size_bytes) if device.type == "cpu" else torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+
+
 class CpuDevice:
     """RAM computes. Every tier in memory is an anonymous mapping."""
 

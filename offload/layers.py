@@ -21,6 +21,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from .device import zeros_on
+
 REST = "rest"
 TENSOR_ALIGNMENT_BYTES = 64
 """As torch's own allocator aligns, so that kernels take the same path on a slot as on an ordinary tensor."""
@@ -265,7 +267,7 @@ class _Seen:
 def probe(structure: Structure, example: Callable[[int], Batch], *, lengths: tuple[int, int] = (8, 16)) -> None:
     """Fill `structure.visits` from forward passes of `example(tokens)`, one row each, on zero weights.
 
-    Zero weights are untouched calloc pages: they cost address space, not memory. The last pass overwrites every
+    The last pass overwrites every
     activation that looks droppable with NaN after its layer; if a NaN comes out, some code reads them later
     (skip connections over layers) and none is dropped.
     """
@@ -304,6 +306,10 @@ def probe(structure: Structure, example: Callable[[int], Batch], *, lengths: tup
     structure.groups = {name: structure.groups[name] for name in groups}
 
 
+def device_of(structure: Structure) -> torch.device:
+    return next(iter(structure.parameters.values())).device
+
+
 def main_input(flat: list[Any]) -> int | None:
     """Position of the boundary activation among a layer's flattened arguments: the first floating-point tensor."""
     for position, value in enumerate(flat):
@@ -316,17 +322,20 @@ def _observe(structure: Structure, batch: Batch, *, drop: bool) -> tuple[list[_S
     """The visits of one forward pass, and whether all that the model returned is finite."""
     seen: list[_Seen] = []
     owned = {id(parameter) for parameter in structure.parameters.values()}
-    weights: set[int] = set()
     counted: set[int] = set()
     outputs: dict[int, torch.Tensor] = {}
     glue: set[int] = set()
     inside = [False]
+    # One run of zeros serves every weight; on a CPU its pages are never written and so cost no memory.
+    largest = max(parameter.numel() for parameter in structure.parameters.values())
+    zero_weights = zeros_on(device_of(structure), largest * structure.dtype.itemsize).view(structure.dtype)
+    zeros_key = zero_weights.untyped_storage().data_ptr()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         key = tensor.untyped_storage().data_ptr()
         if not inside[0]:
             glue.add(key)
-        elif id(tensor) not in owned and key not in weights and key not in counted:
+        elif id(tensor) not in owned and key != zeros_key and key not in counted:
             counted.add(key)
             seen[-1].graph_bytes += tensor.untyped_storage().nbytes()
         return tensor
@@ -334,13 +343,11 @@ def _observe(structure: Structure, batch: Batch, *, drop: bool) -> tuple[list[_S
     @contextmanager
     def zeros(names: list[str]) -> Iterator[None]:
         for name in names:
-            parameter = structure.parameters[name]
-            structure.bind(name, torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device))
-            weights.add(parameter.untyped_storage().data_ptr())
+            shape = structure.parameters[name].shape
+            structure.bind(name, zero_weights[: shape.numel()].view(shape))
         yield
         for name in names:
             parameter = structure.parameters[name]
-            weights.discard(parameter.untyped_storage().data_ptr())
             structure.bind(name, placeholder(parameter.shape, parameter.dtype, parameter.device))
 
     def wrap(name: str, module: nn.Module) -> Callable[..., Any]:

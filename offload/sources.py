@@ -95,7 +95,7 @@ class RandomSource:
                     self._parents[name] = (
                         module,
                         attribute,
-                        {k: p.shape for k, p in module._parameters.items() if p is not None},
+                        {k: None if p is None else p.shape for k, p in module._parameters.items()},
                     )
         self._initialize: Callable[[nn.Module], None] = model._init_weights  # type: ignore[assignment]
 
@@ -104,7 +104,7 @@ class RandomSource:
             raise WeightError(f"the model has no parameter called {name}")
         module, attribute, shapes = self._parents[name]
         fresh = copy.copy(module)
-        fresh._parameters = {key: nn.Parameter(torch.zeros(own)) for key, own in shapes.items()}
+        fresh._parameters = {k: None if own is None else nn.Parameter(torch.zeros(own)) for k, own in shapes.items()}
         digest = hashlib.blake2b(f"{self._seed}/{name.rpartition('.')[0]}".encode(), digest_size=8).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,5 +1,6 @@
 """Decide: which block moves when, where it lies, and how long that takes. Standard library only, deterministic."""
 
+from .check import PlanError, check
 from .hazards import add_dependencies
 from .order import Order, Pass, order
 from .plan import Access, Block, Compute, Machine, Plan, Release, Slot, Step, Tier, Transfer, aligned, parse_op
@@ -25,6 +26,7 @@ __all__ = [
     "Order",
     "Pass",
     "Plan",
+    "PlanError",
     "Release",
     "Slot",
     "Step",
@@ -34,6 +36,7 @@ __all__ = [
     "Workload",
     "add_dependencies",
     "aligned",
+    "check",
     "choose",
     "order",
     "parse_op",
