@@ -15,7 +15,7 @@ _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
 
 
 def mechanism() -> str:
-    """ "v2", "v1" or "rlimit" (anonymous memory alone, and no out-of-memory kill: torch gets an error it can report)."""
+    """One of "v2", "v1", "rlimit"; the last limits anonymous memory alone and fails allocations instead of killing."""
     controllers = _V2 / "cgroup.subtree_control"
     if controllers.is_file() and "memory" in controllers.read_text().split() and os.access(_V2, os.W_OK):
         return "v2"

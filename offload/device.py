@@ -33,6 +33,19 @@ def anonymous(size_bytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)[:size_bytes]
 
 
+_M_MMAP_THRESHOLD = -3
+_RETURNED_BYTES = 16 << 20
+
+
+def return_freed_memory() -> None:
+    """Let glibc give large freed tensors back to the system at once. By default it keeps them in a heap that fragments:
+    measured, 0.65 GB more resident memory in a 1.1B run (LOG.md, 2026-12-01). Other C libraries need nothing.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
+
+
 def zeros_on(device: torch.device, size_bytes: int) -> torch.Tensor:
     """Zeros (size_bytes,) to read from."""
     return anonymous(size_bytes) if device.type == "cpu" else torch.zeros(size_bytes, dtype=torch.uint8, device=device)

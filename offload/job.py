@@ -38,7 +38,7 @@ from ..swap_scheduler import (
 )
 from .arena import Arena, DiskArena, MemoryArena
 from .compute import LayerCompute, NonFiniteGradient
-from .device import Device, open_device
+from .device import Device, open_device, return_freed_memory
 from .executor import Executor
 from .homes import Homes
 from .layers import Batch, Structure, is_rest, probe, take_apart
@@ -263,6 +263,8 @@ class Job:
         """Reserve every tier and read the weights into their homes. The swap file is as large as the plans need, not as
         its budget allows.
         """
+        if self._memory.disk is not None:
+            return_freed_memory()
         plans = [self.plan(name) for name in self._passes]
         for tier in self.machine.tiers:
             if tier.name == "disk":

@@ -18,7 +18,7 @@ from .device import CpuDevice, Device, anonymous
 from .layers import Structure
 from .optimizer import PartLayout
 
-_PROBE_BYTES = 64 << 20
+_PROBE_BYTES = 256 << 20
 _MATMUL_ROWS = 256
 
 
@@ -75,6 +75,12 @@ def measure(device: Device, machine: Machine, arena_of_disk: str | None, dtype: 
         matmul_flops_per_s=_matmul_rate(device, dtype),
         update_numel_per_s=_update_rate(machine, device, dtype),
     )
+
+
+def raw_disk_links(directory: str) -> dict[str, Link]:
+    """Direct I/O of the disk tier at its own request size, one direction at a time."""
+    down, up = _disk_links(directory, anonymous(_PROBE_BYTES).fill_(1))
+    return {"ram>disk": down, "disk>ram": up}
 
 
 def _disk_links(directory: str, host: torch.Tensor) -> tuple[Link, Link]:

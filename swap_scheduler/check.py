@@ -1,12 +1,13 @@
 """Prove that a plan is right, without trusting the passes that made it.
 
-Replays the steps with versions of every block and with vector clocks over the lanes: a conflicting pair of steps must be
-ordered by lanes and `after` alone, since that is all that the executor respects.
+Replays the steps with versions of every block and with vector clocks over the lanes: a conflicting pair of steps must
+be ordered by lanes and `after` alone, since that is all that the executor respects.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from .hazards import uses
 from .plan import Compute, Plan, Slot, aligned
@@ -117,7 +118,7 @@ class _Checker:
             self._past.setdefault(slot.tier, []).append(_Past(slot.offset_bytes, end, copy))
         for runs in ends.values():
             runs.sort()
-            for (_, end, block), (start, _, other) in zip(runs, runs[1:], strict=False):
+            for (_, end, block), (start, _, other) in pairwise(runs):
                 if start < end:
                     raise self._fault(0, other, f"the homes of {block} and {other} overlap")
 

@@ -225,12 +225,12 @@ class _Residency:
         """Pin what the visit needs and fetch what it reads, as far as there is room."""
         self._pin(visit)
         start = visit[0]
-        wanted = dict.fromkeys(
-            (access.block, access.tier)
-            for i in range(*visit)
-            for access in self._order.computes[i].accesses
-            if access.mode != "write" and access.tier in self._levels
-        )
+        first: dict[tuple[str, str], str] = {}
+        for i in range(*visit):
+            for access in self._order.computes[i].accesses:
+                first.setdefault((access.block, access.tier), access.mode)
+        # What the visit overwrites first is not fetched: its old content is of no use.
+        wanted = [key for key, mode in first.items() if mode != "write" and key[1] in self._levels]
         for block, tier in wanted:
             changes = self._uses[block]
             pending = any(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     microbatches: int = 2,
     optimizer: AdamW | None = None,
-    **options: object,
+    **options: Any,
 ) -> Job:
     """A job of `family`, seed 0, not loaded yet."""
     optimizer = optimizer or AdamW()
@@ -46,10 +47,8 @@ def build(
     return _build(family, memory, dtype, microbatches, optimizer, **options)
 
 
-def _build(
-    family: str, memory: Memory, dtype: torch.dtype, microbatches: int, optimizer: AdamW, **options: object
-) -> Job:
-    model = families.make(family)
+def _build(family: str, memory: Memory, dtype: torch.dtype, microbatches: int, optimizer: AdamW, **options: Any) -> Job:
+    model = options.pop("model", None) or families.make(family)
     source = StateDictSource({name: p.detach().clone() for name, p in model.named_parameters()})
     return Job.build(
         model, source, optimizer=optimizer, memory=memory, max_tokens=(ROWS, LENGTH), dtype=dtype,
