@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SHAPES, required=True)
     parser.add_argument("--limit", default="2GiB")
-    parser.add_argument("--ram", default="1100MiB", help="the budget that overspill is given")
+    parser.add_argument("--ram", default="900MiB", help="the budget that overspill is given")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--uncapped-ram", help="budget of the run without a limit; the same by default")
     parser.add_argument("--folder", default=tempfile.gettempdir())

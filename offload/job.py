@@ -147,6 +147,8 @@ class Job:
         microbatch (rows, length). microbatches: of a full step; shorter steps get plans of their own. rates: measured
         here unless given. Raises BudgetError when the budgets cannot hold the job.
         """
+        if memory.disk is not None:
+            return_freed_memory()
         opened = open_device(device)
         structure = take_apart(
             model, dtype, opened.torch_device, decay_1d=optimizer.decay_1d, decay_embeddings=optimizer.decay_embeddings
@@ -263,8 +265,6 @@ class Job:
         """Reserve every tier and read the weights into their homes. The swap file is as large as the plans need, not as
         its budget allows.
         """
-        if self._memory.disk is not None:
-            return_freed_memory()
         plans = [self.plan(name) for name in self._passes]
         for tier in self.machine.tiers:
             if tier.name == "disk":
