@@ -47,7 +47,7 @@ class MemoryArena:
 
     def close(self) -> None:
         self._device.free_arena(self.bytes)
-        self.bytes = self.bytes[:0]
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # a slice would keep the memory
 
 
 class DiskArena:

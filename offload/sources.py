@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,16 +52,19 @@ class SafetensorsSource:
     def __init__(self, folder: str | Path, *, base_model_prefix: str = "") -> None:
         self._folder = Path(folder)
         self._prefix = base_model_prefix
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """The file of every stored name. Looked up at the first weight, so that a plan needs no weights."""
         index = self._folder / "model.safetensors.index.json"
         single = self._folder / "model.safetensors"
         if index.is_file():
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            self._files = {name: self._folder / file for name, file in weight_map.items()}
-        elif single.is_file():
+            return {name: self._folder / file for name, file in weight_map.items()}
+        if single.is_file():
             with self._open(single) as file:
-                self._files = dict.fromkeys(file.keys(), single)
-        else:
-            raise WeightError(f"{self._folder}: no model.safetensors and no model.safetensors.index.json there")
+                return dict.fromkeys(file.keys(), single)
+        raise WeightError(f"{self._folder}: no model.safetensors and no model.safetensors.index.json there")
 
     def _open(self, path: Path) -> Any:
         try:

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 
 from .yaml_file import YamlFault, parse
 
@@ -33,9 +42,9 @@ class ConfigError(ValueError):
         self.faults = tuple(faults)
 
 
-def parse_bytes(value: Any) -> Any:
-    """`20GiB`, `512 MiB`, `20GB`, or a whole number of bytes. "auto" and None pass."""
-    if value in ("auto", None) or (isinstance(value, int) and not isinstance(value, bool)):
+def parse_bytes(value: Any) -> int:
+    """`20GiB`, `512 MiB`, `20GB`, or a whole number of bytes. ValueError for anything else."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value) if isinstance(value, str) else None
     if not match or match[2] not in _UNITS:
@@ -43,8 +52,20 @@ def parse_bytes(value: Any) -> Any:
     return math.floor(float(match[1]) * _UNITS[match[2]])
 
 
-Size = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Auto = Literal["auto"]
+
+
+def _size_or_auto(value: Any) -> int | Auto:
+    return "auto" if value == "auto" else parse_bytes(value)
+
+
+def _size_auto_or_null(value: Any) -> int | Auto | None:
+    return None if value is None else _size_or_auto(value)
+
+
+SizeOrAuto = Annotated[int | Auto, PlainValidator(_size_or_auto)]
+SizeAutoOrNull = Annotated[int | Auto | None, PlainValidator(_size_auto_or_null)]
+Flag = Annotated[bool, Field(strict=True)]
 
 
 def _strict_number(value: Any) -> Any:
@@ -81,7 +102,7 @@ class DataConfig(_Section):
     text_column: str = "text"
     max_length: Annotated[int, Field(strict=True, ge=2)] = 512
     overlength: Literal["truncate", "drop", "error"] = "truncate"
-    packing: bool = False
+    packing: Flag = False
 
 
 class TrainConfig(_Section):
@@ -98,8 +119,8 @@ class TrainConfig(_Section):
     adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
-    decay_1d: bool = False
-    decay_embeddings: bool = False
+    decay_1d: Flag = False
+    decay_embeddings: Flag = False
     seed: Index = 0
     eval_steps: Count | None = None
     max_skipped_steps: Index = 10
@@ -115,14 +136,14 @@ class TrainConfig(_Section):
 
 class DiskConfig(_Section):
     path: FilePath
-    size: Size | Auto = "auto"
+    size: SizeOrAuto = "auto"
 
 
 class MemoryConfig(_Section):
     """Caps. On a CPU, `gpu` is a separate RAM arena that stands for the fast tier; null makes RAM itself fast."""
 
-    gpu: Size | Auto | None = "auto"
-    ram: Size | Auto = "auto"
+    gpu: SizeAutoOrNull = "auto"
+    ram: SizeOrAuto = "auto"
     disk: DiskConfig | None = None
 
 
@@ -207,11 +228,8 @@ def _validate(data: dict[str, Any], place: Any) -> tuple[Config | None, list[str
     except ValidationError as error:
         faults = []
         for item in error.errors():
-            location = [str(part) for part in item["loc"] if part not in ("function-before[parse_bytes(), int]",)]
-            key = ".".join(part for part in location if "[" not in part and part not in ("int", "literal['auto']"))
-            fault = f"{place(key)}: {_explain(key, item)}"
-            if fault not in faults:
-                faults.append(fault)
+            key = ".".join(map(str, item["loc"]))
+            faults.append(f"{place(key)}: {_explain(key, item)}")
         return None, faults
 
 
