@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
+import errno
 import os
 import uuid
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from .device import Device
 
 REQUEST_BYTES = 8 << 20
 REQUEST_THREADS = 4
-SWAP_SUFFIX = ".overspill-swap"
 
 
 class SwapError(OSError):
@@ -53,38 +51,34 @@ class MemoryArena:
 class DiskArena:
     """A tier in one preallocated file of a directory, read and written in large requests by a few threads.
 
-    Direct I/O where the file system allows it, else through the page cache. The file belongs to one run (a lock and
-    a record of pid and run id say which), has mode 0600 and goes when the arena closes. Files that a dead run
-    left behind are removed when the next run opens the directory; files of other programs are never touched.
+    Direct I/O where the file system allows it, else through the page cache. The file loses its name once it is open:
+    no other run can take it for its own, and its space goes back to the system when the process ends, however it ends.
     """
 
     def __init__(self, directory: str, size_bytes: int) -> None:
-        self.run_id = uuid.uuid4().hex[:12]
         folder = Path(directory)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.reclaimed_bytes = _reclaim(folder)
-            self.path = folder / f"{self.run_id}{SWAP_SUFFIX}"
-            self._lock = os.open(
-                self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
-            )
-        except OSError as error:
-            raise SwapError(f"memory.disk.path {folder}: cannot make a swap file there: {error.strerror}") from error
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(self._lock, json.dumps({"pid": os.getpid(), "run": self.run_id}).encode())
+        self.path = folder / f"overspill-{os.getpid()}-{uuid.uuid4().hex[:12]}.swap"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._file = os.open(self.path, flags | os.O_DIRECT, 0o600)
                 self.direct = True
-            except OSError:  # a file system without direct I/O (tmpfs): the page cache is the documented fallback
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                # A file system without direct I/O (tmpfs): the page cache is the documented fallback.
                 self.path.unlink(missing_ok=True)
                 self._file = os.open(self.path, flags, 0o600)
                 self.direct = False
+            self.path.unlink()
+        except OSError as error:
+            raise SwapError(f"memory.disk.path {folder}: cannot make a swap file there: {error.strerror}") from error
+        try:
             if size_bytes:
                 os.posix_fallocate(self._file, 0, size_bytes)
         except OSError as error:
-            self._remove()
+            os.close(self._file)
             raise SwapError(
                 f"memory.disk.path {folder}: cannot reserve {size_bytes} bytes for the swap file: {error.strerror}"
             ) from error
@@ -124,38 +118,6 @@ class DiskArena:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
         os.close(self._file)
-        self._remove()
-
-    def _remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self.path.with_suffix(".lock").unlink(missing_ok=True)
-        os.close(self._lock)
-
-
-def _reclaim(folder: Path) -> int:
-    """Remove swap files whose owner is gone (its lock is free); the bytes they held."""
-    freed = 0
-    for lock_path in folder.glob("*.lock"):
-        swap = lock_path.with_suffix(SWAP_SUFFIX)
-        try:
-            lock = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # its owner just closed it
-            continue
-        try:
-            record = os.read(lock, 4096)
-            if b'"run": "' + lock_path.stem.encode() + b'"' not in record:
-                continue  # not ours
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # alive
-                continue
-            if swap.exists():
-                freed += swap.stat().st_size
-                swap.unlink()
-            lock_path.unlink(missing_ok=True)
-        finally:
-            os.close(lock)
-    return freed
 
 
 Arena = MemoryArena | DiskArena
