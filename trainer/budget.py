@@ -19,21 +19,54 @@ _DISK_MARGIN_BYTES = 2 << 30
 
 def available_ram_bytes() -> int:
     """Free RAM, or what a control group leaves of its limit where that is less."""
-    available = psutil.virtual_memory().available
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit, usage = Path(limit_file), Path(usage_file)
-        if limit.is_file() and usage.is_file():
-            text = limit.read_text().strip()
-            if text != "max":
-                available = min(available, max(0, int(text) - int(usage.read_text())))
-    return int(available)
+    available = int(psutil.virtual_memory().available)
+    return min([available, *control_group_room()])
+
+
+def control_group_room(
+    groups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> list[int]:
+    """What each control group above this process leaves of its limit, versions 1 and 2; nothing where none is set.
+
+    Inside a container the files of the mount's root are the container's own; elsewhere the limit may be set on any
+    group between the root and the process.
+    """
+    lines = membership.read_text().splitlines() if membership.is_file() else []
+    rooms = []
+    for line in ["0::/", ":memory:/", *lines]:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = groups / controllers
+        names = ("memory.max", "memory.current") if not controllers else (
+            "memory.limit_in_bytes", "memory.usage_in_bytes"
+        )  # fmt: skip
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder == top.parent:
+                break
+            rooms += _room(folder, *names)
+    return rooms
+
+
+def _room(folder: Path, limit_name: str, usage_name: str) -> list[int]:
+    try:
+        limit = (folder / limit_name).read_text().strip()
+        usage = int((folder / usage_name).read_text())
+        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return []
+    # The page cache counts as used, but the kernel gives it back before it runs out.
+    cache = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+    return [] if limit == "max" else [max(0, int(limit) - max(0, usage - cache))]
 
 
 def resolve_device(device: str) -> str:
-    """`auto` is a CUDA device where torch sees one, else the CPU."""
+    """`auto` is a CUDA device where torch sees one, else the CPU. Raises ConfigError for a device that is not there."""
+    if device.startswith("cuda"):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(device.partition(":")[2] or 0) >= count:
+            raise ConfigError([f"device: {device} is asked, torch sees {count} CUDA devices; use auto or cpu"])
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"

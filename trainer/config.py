@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -25,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from .yaml_file import YamlFault, parse
+from .yaml_file import YamlFault, dump, parse
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{kind}": base**power
@@ -121,7 +120,7 @@ class TrainConfig(_Section):
     max_grad_norm: Annotated[Number, Field(gt=0)] | None = 1.0
     decay_1d: Flag = False
     decay_embeddings: Flag = False
-    seed: Index = 0
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
     eval_steps: Count | None = None
     max_skipped_steps: Index = 10
 
@@ -156,7 +155,7 @@ class Config(_Section):
 
     def to_yaml(self) -> str:
         """The resolved config: every key, paths absolute. Loads back to an equal config."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return dump(self.model_dump(mode="json"))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -213,12 +212,18 @@ def _apply(data: dict[str, Any], override: str, lines: dict[str, int]) -> list[s
     target = data
     *parents, last = key.split(".")
     for parent in parents:
-        following = target.setdefault(parent, {})
+        if target.get(parent) is None:
+            target[parent] = {}
+        following = target[parent]
         if not isinstance(following, dict):
             return [f"--set {override}: {parent} is not a section"]
         target = following
     target[last] = value
+    for known in [name for name in lines if name.startswith(f"{key}.")]:
+        del lines[known]  # what the file says below this key is no longer what counts
     lines[key] = 0
+    for depth in range(1, len(parents) + 1):
+        lines.setdefault(".".join(parents[:depth]), 0)
     return [f"--set {override}: {fault.message}" for fault in faults]
 
 
@@ -231,6 +236,14 @@ def _validate(data: dict[str, Any], place: Any) -> tuple[Config | None, list[str
             key = ".".join(map(str, item["loc"]))
             faults.append(f"{place(key)}: {_explain(key, item)}")
         return None, faults
+
+
+_IN_OTHER_WORDS = {
+    "tuple_type": "a list is wanted",
+    "path_type": "a path is wanted, as text",
+    "string_pattern_mismatch": "not a device; it is auto, cpu, cuda or cuda:0 and so on",
+}
+"""Where pydantic names Python's types or a pattern."""
 
 
 def _explain(key: str, item: Any) -> str:
@@ -249,7 +262,7 @@ def _explain(key: str, item: Any) -> str:
         choices = [choice.strip("'") for choice in re.findall(r"'[^']*'", item["ctx"]["expected"])]
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
         return f"{key}: {value!r} is not one of {', '.join(choices)}" + (f"; did you mean {near[0]}?" if near else "")
-    message = item["msg"].removeprefix("Value error, ")
+    message = _IN_OTHER_WORDS.get(kind, item["msg"].removeprefix("Value error, "))
     if kind == "value_error" and isinstance(value, dict):
         return f"{key}: {message}"
     return f"{key}: {value!r}: {message[0].lower()}{message[1:]}"

@@ -116,7 +116,7 @@ def _texts(path: Path, config: DataConfig) -> Iterator[tuple[int, str | tuple[st
     if path.suffix not in (".txt", ".jsonl"):
         raise DataError(f"{path}: only .txt and .jsonl files are read")
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, line.rstrip("\r\n") if path.suffix == ".txt" else _record(path, number, line, config)
@@ -131,6 +131,8 @@ def _record(path: Path, number: int, line: str, config: DataConfig) -> str | tup
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}:{number}: not JSON that can be read: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{path}:{number}: a row is a JSON object with columns, not {type(record).__name__}")
     for columns in ((config.text_column,), ("prompt", "response")):
@@ -139,6 +141,8 @@ def _record(path: Path, number: int, line: str, config: DataConfig) -> str | tup
             for column, value in zip(columns, values, strict=True):
                 if not isinstance(value, str):
                     raise DataError(f"{path}:{number}: column {column} holds {type(value).__name__}, not text")
+                if _has_lone_surrogate(value):
+                    raise DataError(f"{path}:{number}: column {column} holds half a surrogate pair, not text")
             return values[0] if len(values) == 1 else (values[0], values[1])
     raise DataError(
         f"{path}:{number}: no column {config.text_column!r} and no columns 'prompt' and 'response'; "
@@ -146,18 +150,35 @@ def _record(path: Path, number: int, line: str, config: DataConfig) -> str | tup
     )
 
 
+def _has_lone_surrogate(text: str) -> bool:
+    """JSON can spell one (`"\\ud800"`); tokenizers fail on it far from the row."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def _encoder(tokenizer: Any) -> Callable[[str | tuple[str, str]], Row]:
     end = tokenizer.eos_token_id
     if end is None:
         raise DataError("the tokenizer has no end-of-text token (eos_token), so a model could never learn to stop")
 
+    begin = tokenizer.bos_token
+    ends_by_itself = [tokenizer("a", add_special_tokens=special)["input_ids"][-1] == end for special in (True, False)]
+
+    def ids_of(text: str) -> list[int]:
+        # A text from a chat template may bring its begin token along; the tokenizer would put a second one before it.
+        ids: list[int] = tokenizer(text, add_special_tokens=not (begin and text.startswith(begin)))["input_ids"]
+        return ids
+
     def encode(text: str | tuple[str, str]) -> Row:
         if isinstance(text, str):
-            ids = _with_end(tokenizer(text)["input_ids"], end)
+            ids = _with_end(ids_of(text), end)
             return Row(tuple(ids), tuple(ids))
-        prompt = tokenizer(text[0])["input_ids"]
-        if prompt and prompt[-1] == end and len(prompt) > 1:
-            prompt = prompt[:-1]  # a tokenizer that ends every text by itself
+        prompt = ids_of(text[0])
+        if ends_by_itself == [True, False] and not (begin and text[0].startswith(begin)):
+            prompt = prompt[:-1]  # not an end token of the prompt's own, which closes a turn of a chat
         response = _with_end(tokenizer(text[1], add_special_tokens=False)["input_ids"], end)
         return Row((*prompt, *response), (*[IGNORED] * len(prompt), *response))
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..offload import AdamW, Job, RandomSource, SafetensorsSource, WeightSource, skeleton
 from ..swap_scheduler import show_bytes
 from .budget import resolve_device, resolve_memory
-from .config import Config, ConfigError
+from .config import Config, ConfigError, load_config
 from .data import Batches, Dataset, Window, load_dataset
 from .loss import causal_lm_loss, trained_tokens
+from .output import MARKER, check_output, made_only_if_used, unfinished
 from .report import PlanReport, plan_report
 from .schedule import learning_rate
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_MARKER = "overspill-run.json"
 
 
 class TrainingError(RuntimeError):
@@ -56,35 +54,39 @@ class _Prepared:
     total_steps: int
 
 
-def train(config: Config, *, console: Console | None = None) -> TrainResult:
-    """Train as `config` says and leave the model in `train.output_dir`. Nothing is left there when it fails.
+def train(config: Config | str | Path, *, console: Console | None = None) -> TrainResult:
+    """Train as `config`, or the config file of that name, says and leave the model in `train.output_dir`. Nothing is
+    left there when it fails.
 
     Raises ConfigError, DataError, BudgetError, WeightError or TrainingError, each with a message of one line a fault.
     """
+    config = config if isinstance(config, Config) else load_config(config)
     console = console or Console(stderr=True)
-    output = _check_output(config.train.output_dir)
-    prepared = _prepare(config, console)
-    work = output.with_name(f".{output.name}.unfinished-{os.getpid()}")
-    with prepared.job as job:
-        console.print(str(report_of(prepared)), highlight=False, soft_wrap=True)
-        job.load()
-        work.mkdir(parents=True)
-        try:
-            result = _run(prepared, work, console)
-            if output.exists():
-                shutil.rmtree(output)  # _check_output saw that it is empty or a finished run of ours
-            work.rename(output)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    console.print(f"saved to {output}", highlight=False, soft_wrap=True)
-    return result
+    output = check_output(config.train.output_dir)
+    with made_only_if_used(_swap_folder(config)) as used:
+        prepared = _prepare(config, console)
+        with prepared.job as job:
+            console.print(str(report_of(prepared)), highlight=False, soft_wrap=True)
+            job.load()
+            with unfinished(output) as work:
+                result = _run(prepared, work.folder, console)
+                saved = work.publish()
+            used()
+    console.print(f"saved to {saved}", highlight=False, soft_wrap=True)
+    return replace(result, output_dir=saved)
 
 
-def plan(config: Config) -> PlanReport:
-    """What `train` would do: bytes by tier, predicted step time. Reads no weights and writes nothing."""
-    prepared = _prepare(config, Console(quiet=True))
-    with prepared.job:
-        return report_of(prepared)
+def plan(config: Config | str | Path) -> PlanReport:
+    """What `train` would do: bytes by tier, predicted step time. Reads no weights and leaves nothing behind."""
+    config = config if isinstance(config, Config) else load_config(config)
+    with made_only_if_used(_swap_folder(config)):
+        prepared = _prepare(config, Console(quiet=True))
+        with prepared.job:
+            return report_of(prepared)
+
+
+def _swap_folder(config: Config) -> Path | None:
+    return config.memory.disk.path if config.memory.disk else None
 
 
 def report_of(prepared: _Prepared) -> PlanReport:
@@ -93,14 +95,6 @@ def report_of(prepared: _Prepared) -> PlanReport:
 
 
 # ---------------------------------------------------------------------- before the first step
-
-
-def _check_output(output: Path) -> Path:
-    if output.exists() and not output.is_dir():
-        raise ConfigError([f"train.output_dir: {output} is a file"])
-    if output.is_dir() and any(output.iterdir()) and not (output / _MARKER).is_file():
-        raise ConfigError([f"train.output_dir: {output} is not empty and no overspill run; choose another folder"])
-    return output
 
 
 def _prepare(config: Config, console: Console) -> _Prepared:
@@ -113,7 +107,7 @@ def _prepare(config: Config, console: Console) -> _Prepared:
     evaluation = load_dataset(config.data.eval, config.data, tokenizer) if config.data.eval else None
     for data in (dataset, *((evaluation,) if evaluation else ())):
         console.print(str(data), highlight=False, soft_wrap=True)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad_id = _check_vocabulary(model_config, tokenizer, (dataset, *((evaluation,) if evaluation else ())))
     settings = config.train
     batches = Batches(
         dataset=dataset,
@@ -129,11 +123,10 @@ def _prepare(config: Config, console: Console) -> _Prepared:
         raise ConfigError([f"train.warmup_steps: {settings.warmup_steps} is more than the {total} steps of the run"])
     device = resolve_device(config.device)
     memory = resolve_memory(config.memory, device)
-    model = skeleton(
-        lambda: AutoModelForCausalLM.from_config(model_config, attn_implementation=config.model.attn_implementation)
-    )
+    model = _skeleton(config, model_config)
     _freeze(model, config.model.frozen)
     longest = max(data.longest for data in (dataset, evaluation) if data)
+    most_rows = max(len(data.rows) for data in (dataset, evaluation) if data)
     job = Job.build(
         model,
         _source(config, model),
@@ -147,7 +140,7 @@ def _prepare(config: Config, console: Console) -> _Prepared:
             decay_embeddings=settings.decay_embeddings,
         ),
         memory=memory,
-        max_tokens=(min(settings.per_device_train_batch_size, len(dataset.rows)), longest),
+        max_tokens=(min(settings.per_device_train_batch_size, most_rows), longest),
         device=device,
         dtype=_DTYPES[config.model.dtype],
         microbatches=batches.microbatches,
@@ -162,11 +155,44 @@ def _describe(config: Config) -> tuple[Any, Any]:
     """The model's config and tokenizer. Remote code is never run."""
     path = config.model.path
     try:
-        return AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        # False, not left out: by default transformers asks on the terminal whether to run the model's code.
+        return (
+            AutoConfig.from_pretrained(path, trust_remote_code=False),
+            AutoTokenizer.from_pretrained(path, trust_remote_code=False),
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             [f"model.path: {path} is neither a model folder nor a model that can be had: {reason}"]
+        ) from error
+
+
+def _check_vocabulary(model_config: Any, tokenizer: Any, datasets: Sequence[Dataset]) -> int:
+    """The id to pad with. Raises ConfigError where the tokenizer makes tokens that the model has no embedding for."""
+    known = model_config.get_text_config().vocab_size
+    for data in datasets:
+        highest = max(max(row.input_ids) for row in data.rows)
+        if highest >= known:
+            raise ConfigError(
+                [f"model.path: token {highest} of {data.path.name} is not among the model's {known}; "
+                 "tokenizer and model do not belong together"]
+            )  # fmt: skip
+    pad = tokenizer.pad_token_id
+    # Padding is masked, so any token will do that has an embedding; one added for padding alone often has none.
+    return pad if pad is not None and pad < known else tokenizer.eos_token_id
+
+
+def _skeleton(config: Config, model_config: Any) -> torch.nn.Module:
+    try:
+        return skeleton(
+            lambda: AutoModelForCausalLM.from_config(
+                model_config, attn_implementation=config.model.attn_implementation, trust_remote_code=False
+            )
+        )
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            [f"model.path: {config.model.path} is no causal language model that can be built: {reason}"]
         ) from error
 
 
@@ -210,7 +236,7 @@ def _run(prepared: _Prepared, folder: Path, console: Console) -> TrainResult:
         console.print(_held_out("after", after), highlight=False, soft_wrap=True)
     job.save_pretrained(folder)
     prepared.tokenizer.save_pretrained(folder)
-    (folder / _MARKER).write_text(json.dumps({"steps": prepared.total_steps, "skipped": skipped}) + "\n")
+    (folder / MARKER).write_text(json.dumps({"steps": prepared.total_steps, "skipped": skipped}) + "\n")
     return TrainResult(
         output_dir=config.train.output_dir,
         steps=prepared.total_steps,

@@ -15,6 +15,12 @@ import yaml
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2's core schema."""
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:  # a tag that its text does not bear, like `!!int many`
+            raise yaml.constructor.ConstructorError(None, None, f"not a value: {error}", node.start_mark) from error
+
 
 _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
@@ -25,6 +31,15 @@ for _tag, _pattern, _first in (
     ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", list("-+.")),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that YAML 1.1 or 1.2 would read as something else."""
+
+
+for _first, _resolvers in _Loader.yaml_implicit_resolvers.items():
+    for _tag, _regexp in _resolvers:
+        _Dumper.add_implicit_resolver(_tag, _regexp, [_first])
 
 
 class YamlFault(ValueError):
@@ -41,7 +56,22 @@ def parse(text: str) -> tuple[Any, dict[str, int], list[YamlFault]]:
     Raises YamlFault where there is no data to speak of.
     """
     try:
+        return _parse(text)
+    except RecursionError as error:
+        raise YamlFault(1, "nested too deeply, or an alias that contains itself") from error
+
+
+def dump(data: Any) -> str:
+    """Text that `parse` reads back as `data`."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False)
+
+
+def _parse(text: str) -> tuple[Any, dict[str, int], list[YamlFault]]:
+    try:
         node = yaml.compose(text, Loader=_Loader)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlFault(line, f"the character U+{ord(text[error.position]):04X} is not allowed in YAML") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
@@ -70,6 +100,8 @@ def _walk(node: yaml.Node, path: str, lines: dict[str, int], faults: list[YamlFa
     if isinstance(node, yaml.MappingNode):
         seen: dict[Hashable, int] = {}
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise YamlFault(key.start_mark.line + 1, "a key is plain text, not a list or a section")
             name = f"{path}.{key.value}".lstrip(".")
             line = key.start_mark.line + 1
             if key.value in seen:

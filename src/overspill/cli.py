@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,8 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", help="dotted.key=v
 
 USER_ERROR = 2
 INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Writing more of an open file fails without the file's name."""
 
 
 def _version(show: bool) -> None:
@@ -82,4 +85,8 @@ def _user_lines(error: Exception) -> list[str] | None:
     from .trainer.run import TrainingError
 
     kinds = (BudgetError, ConfigError, DataError, NonFiniteGradient, SwapError, TrainingError, WeightError)
-    return str(error).splitlines() if isinstance(error, kinds) else None
+    if isinstance(error, kinds):
+        return str(error).splitlines()
+    if isinstance(error, OSError) and error.strerror and (error.filename or error.errno in _FULL):
+        return [f"{error.filename}: {error.strerror}" if error.filename else error.strerror]
+    return None

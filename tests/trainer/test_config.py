@@ -126,3 +126,40 @@ def test_from_a_mapping(tmp_path: Path) -> None:
     assert make_config(data, tmp_path).data.train == tmp_path / "t.txt"
     with pytest.raises(ConfigError, match=r"config: train\.max_step: unknown key; did you mean max_steps"):
         make_config(data | {"train": {"output_dir": "o", "max_step": 1}})
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("nope.x=1", "--set: nope: unknown key"),
+        ("memory.disk={path: swap, size: 20 gigs}", "--set: memory.disk.size: '20 gigs': not a size"),
+        ("model.frozen=embed*", "--set: model.frozen: 'embed*': a list is wanted"),
+        ("data.train=[a]", "--set: data.train: ['a']: a path is wanted"),
+        ("device=cuda:x", "--set: device: 'cuda:x': not a device; it is auto, cpu, cuda"),
+        ("train.seed=99999999999999999999999", "--set: train.seed: 99999999999999999999999: "),
+        ("max_steps", "--set max_steps: write it as --set dotted.key=value"),
+        ("train.max_steps.x=3", "--set train.max_steps.x=3: max_steps is not a section"),
+        ("train.seed=[1", "--set train.seed=[1: "),
+    ],
+)
+def test_faults_of_overrides_are_placed_there(override: str, message: str, tmp_path: Path) -> None:
+    (fault,) = faults(tmp_path, GOOD + "memory:\n  disk:\n    path: swap\n    size: 1GiB\n", override)
+    assert fault.startswith(message)
+
+
+def test_an_override_can_fill_a_section_that_is_null(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, GOOD + "memory: {disk: null}\n"), ["memory.disk.path=swap"])
+    assert config.memory.disk is not None
+    assert config.memory.disk.path == tmp_path / "swap"
+
+
+@pytest.mark.parametrize("name", ["1e5", "010", "no", "~", "0o7", "1:30", "2020-01-01", "a: b", " x"])
+def test_any_text_survives_the_resolved_config(name: str, tmp_path: Path) -> None:
+    data = {"model": {"path": "m"}, "data": {"train": "t.txt", "text_column": name}}
+    config = make_config(data | {"train": {"output_dir": "o", "max_steps": 1}}, tmp_path)
+    assert load_config(write(tmp_path, config.to_yaml())) == config
+
+
+@pytest.mark.parametrize("extra", ["x: \x00\n", "? [a]\n: 1\n", "device: !!int abc\n", "x: &x [*x]\n"])
+def test_yaml_that_breaks_the_reader_is_one_line(extra: str, tmp_path: Path) -> None:
+    assert len(faults(tmp_path, GOOD + extra)) == 1

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from overspill import cli
 from overspill.offload import AdamW
+from overspill.trainer import run
 from overspill.trainer.config import Config, make_config
 from overspill.trainer.data import Batches, load_dataset
 from overspill.trainer.loss import causal_lm_loss, trained_tokens
@@ -205,3 +206,30 @@ def test_help_and_version() -> None:
     assert "train" in shown.output
     assert "plan" in shown.output
     assert runner.invoke(cli.app, ["--version"]).output.strip()
+
+
+def test_a_held_out_batch_larger_than_any_training_batch_is_planned_for(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.texts(workspace / "train.jsonl", 1)
+    asked = []
+    build = run.Job.build
+
+    def recording(*arguments: object, **settings: object) -> object:
+        asked.append(settings["max_tokens"])
+        return build(*arguments, **settings)
+
+    monkeypatch.setattr(run.Job, "build", recording)
+    plan(config(workspace, train__per_device_train_batch_size=4))
+    ((rows, _),) = asked
+    assert rows == 4
+
+
+def test_a_padding_token_without_an_embedding_is_not_used(workspace: Path) -> None:
+    known = len(tiny.tokenizer())
+    tiny.model(workspace / "model", vocab_size=known)
+    tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
+    tokenizer.add_special_tokens({"pad_token": "<added>"})
+    tokenizer.save_pretrained(workspace / "model")
+    assert tokenizer.pad_token_id == known
+    assert len(train(config(workspace)).train_losses) == 4

@@ -15,6 +15,6 @@ def test_the_rates_are_transformers_rates(kind, warmup: int, total: int) -> None
     scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total)
     for step in range(total):
         ours = learning_rate(step, kind=kind, peak=2e-4, warmup_steps=warmup, total_steps=total)
-        assert ours == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12, abs=1e-18)
+        assert ours == scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
