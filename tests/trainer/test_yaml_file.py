@@ -37,13 +37,10 @@ def test_every_key_has_its_line() -> None:
 
 def test_duplicate_keys_are_faults_at_any_depth() -> None:
     _, _, faults = parse("a: {b: 1, b: 2}\nc: 1\na: 3\n")
-    assert [(fault.line, fault.message) for fault in faults] == [
-        (3, "a: given twice, first in line 1"),
-        (1, "a.b: given twice, first in line 1"),
-    ] or [(fault.line, fault.message) for fault in faults] == [
+    assert {(fault.line, fault.message) for fault in faults} == {
         (1, "a.b: given twice, first in line 1"),
         (3, "a: given twice, first in line 1"),
-    ]
+    }
 
 
 @pytest.mark.parametrize(
