@@ -60,7 +60,9 @@ class LayerCompute:
         *,
         seed: int,
         generator: torch.Generator,
+        between_layers: Callable[[], None] | None = None,
     ) -> None:
+        self._between_layers = between_layers
         self._generator = generator
         self._structure = structure
         self._pool = pool
@@ -243,6 +245,8 @@ class LayerCompute:
         if compute.index == len(self._forwards) - 1:
             done = [g for g in visit.groups if self._last_use[g] == compute.layer]
             self._measure_norms((*done, *(self._rest() if compute.layer == 0 else ())), slot)
+            if self._between_layers is not None:
+                self._between_layers()
 
     def _flush(self, strand: Strand, layer: int) -> None:
         """Push into the outer graph what later layers have left for it: first the loss, then the gradients of

@@ -38,14 +38,27 @@ _RETURNED_BYTES = 4 << 20
 
 
 def return_freed_memory() -> None:
-    """Let glibc give large freed tensors back to the system at once. By default it keeps them in a heap that fragments:
-    measured, 0.65 GB more resident memory in a 1.1B run (LOG.md, 2026-12-01). Other C libraries need nothing.
+    """Give what glibc's heap holds of freed tensors back to the system. Between two layers this keeps a heap that
+    fragments from growing beside the budgets (measured: 0.4 to 0.7 GB in a 1.1B run; LOG.md, 2026-12-01). Milliseconds.
+    Other C libraries have nothing to trim.
     """
+    if _LIBC is not None:
+        _LIBC.malloc_trim(0)
+
+
+def hold_little_freed_memory() -> None:
+    """Let glibc map large tensors one by one, so that freeing returns them at once."""
+    if _LIBC is not None:
+        _LIBC.mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
+        _LIBC.mallopt(_M_TRIM_THRESHOLD, _RETURNED_BYTES)
+
+
+def _glibc() -> ctypes.CDLL | None:
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _RETURNED_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _RETURNED_BYTES)
-        libc.malloc_trim(0)
+    return libc if hasattr(libc, "malloc_trim") and hasattr(libc, "mallopt") else None
+
+
+_LIBC = _glibc()
 
 
 def zeros_on(device: torch.device, size_bytes: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ from ..swap_scheduler import (
 )
 from .arena import Arena, DiskArena, MemoryArena
 from .compute import LayerCompute, NonFiniteGradient
-from .device import Device, open_device, return_freed_memory
+from .device import Device, hold_little_freed_memory, open_device, return_freed_memory
 from .executor import Executor
 from .homes import Homes
 from .layers import Batch, Structure, is_rest, probe, take_apart
@@ -118,7 +118,13 @@ class Job:
         modules = tuple(visit.module for visit in structure.visits)
         self._pool = StrandPool(structure.modules, modules, device.torch_device.type)
         self._compute = LayerCompute(
-            structure, self._pool, self._parts, optimizer, seed=seed, generator=device.generator
+            structure,
+            self._pool,
+            self._parts,
+            optimizer,
+            seed=seed,
+            generator=device.generator,
+            between_layers=return_freed_memory if memory.disk is not None else None,
         )
         self._executor: Executor | None = None
         self.shuffle: random.Random | None = None
@@ -148,7 +154,7 @@ class Job:
         here unless given. Raises BudgetError when the budgets cannot hold the job.
         """
         if memory.disk is not None:
-            return_freed_memory()
+            hold_little_freed_memory()
         opened = open_device(device)
         structure = take_apart(
             model, dtype, opened.torch_device, decay_1d=optimizer.decay_1d, decay_embeddings=optimizer.decay_embeddings
