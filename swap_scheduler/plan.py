@@ -237,7 +237,15 @@ class Plan:
         return "".join(f"{step.op}\n" for step in self.steps)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self) | {"steps": [_step_dict(s) for s in self.steps]}, sort_keys=True)
+        content = {
+            "machine": dataclasses.asdict(self.machine),
+            "blocks": [_fields(block) for block in self.blocks],
+            "steps": [_step_dict(step) for step in self.steps],
+            "slots": [_fields(slot) for slot in self.slots],
+            "entry": self.entry,
+            "exit": self.exit,
+        }
+        return json.dumps(content, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -258,8 +266,13 @@ class Plan:
         )
 
 
+def _fields(item: Block | Slot | Access) -> dict[str, Any]:
+    """Like dataclasses.asdict, without its deep copies: a plan has thousands of these."""
+    return {name: getattr(item, name) for name in item.__slots__}
+
+
 def _step_dict(step: Step) -> dict[str, Any]:
-    accesses = [dataclasses.asdict(a) for a in step.op.accesses] if isinstance(step.op, Compute) else []
+    accesses = [_fields(access) for access in step.op.accesses] if isinstance(step.op, Compute) else []
     return {"op": str(step.op), "lane": step.lane, "after": step.after, "accesses": accesses}
 
 

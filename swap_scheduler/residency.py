@@ -90,19 +90,18 @@ class _Region:
                     break
         return best
 
-    def window_around(self, copy: _Copy, size: int, soft: set[str]) -> tuple[int, int] | None:
-        """Segment indices [i, j] that include `copy`, are free or soft, and hold `size`: as few as possible."""
+    def window_around(self, middle: int, size: int, soft: set[str]) -> tuple[int, int] | None:
+        """Segment indices [i, j] around `middle` that are free or soft and hold `size`, fewest copies first."""
         segments = self.segments
-        middle = next(k for k, segment in enumerate(segments) if segment.copy is copy)
 
-        def open_(k: int) -> bool:
+        def is_open(k: int) -> bool:
             held = segments[k].copy
             return held is None or held.block in soft
 
         i = j = middle
-        while i > 0 and open_(i - 1):
+        while i > 0 and is_open(i - 1):
             i -= 1
-        while j + 1 < len(segments) and open_(j + 1):
+        while j + 1 < len(segments) and is_open(j + 1):
             j += 1
         if segments[j].end - segments[i].start < size:
             return None
@@ -407,9 +406,10 @@ class _Residency:
         ]  # fmt: skip
         candidates.sort(key=lambda copy: (-self._next_use(copy.block), copy.used, copy.start))
         soft: set[str] = set()
+        positions = {s.copy.block: k for k, s in enumerate(region.segments) if s.copy is not None}
         for candidate in candidates:
             soft.add(candidate.block)
-            window = region.window_around(candidate, size, soft)
+            window = region.window_around(positions[candidate.block], size, soft)
             if window is not None:
                 i, j = window
                 for victim in [s.copy for s in region.segments[i : j + 1] if s.copy is not None]:
