@@ -347,7 +347,8 @@ class _Residency:
             copy.used = self._now
 
     def _invalidate_others(self, block: str, tier: str) -> None:
-        for other in self._valid[block] - {tier}:
+        # Sorted: the order of a set of names differs from process to process, and the plan must not.
+        for other in sorted(self._valid[block] - {tier}):
             copy = self._regions[other].copies.get(block)
             if copy is not None:
                 self._release(copy, other)
