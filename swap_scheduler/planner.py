@@ -83,7 +83,7 @@ def _smallest(workload: Workload, machine: Machine, costs: Costs, clipping: bool
 
     def fits(capacity: int) -> bool:
         try:
-            _choose(workload, _with_capacity(machine, error.tier, capacity), costs, clipping)
+            _choose(workload, _with_capacity(machine, error.tier, capacity), costs, clipping, any_plan=True)
         except Infeasible as other:
             # Another tier is the next bottleneck: this one is large enough.
             return other.tier != error.tier
@@ -106,7 +106,8 @@ def _with_capacity(machine: Machine, tier: str, capacity_bytes: int) -> Machine:
     return replace(machine, tiers=tuple(map(change, machine.tiers)), graph_tier=change(machine.graph_tier))
 
 
-def _choose(workload: Workload, machine: Machine, costs: Costs, clipping: bool) -> Choice:
+def _choose(workload: Workload, machine: Machine, costs: Costs, clipping: bool, *, any_plan: bool = False) -> Choice:
+    """`any_plan`: the first that fits, unscored; Infeasible exactly where a full search is."""
     main: Pass = "steady" if clipping else "fused"
     passes: tuple[Pass, ...] = ("first", "steady", "flush", "evaluate") if clipping else ("fused", "evaluate")
     best: Choice | None = None
@@ -123,6 +124,8 @@ def _choose(workload: Workload, machine: Machine, costs: Costs, clipping: bool) 
             if failure.tier == machine.graph_tier.name:
                 failure = error
             continue
+        if any_plan:
+            return choice
         trace = simulate(plan, costs)
         key = (trace.total_s, float(sum(plan.moved_bytes().values())))
         if key < best_key:
@@ -156,16 +159,21 @@ def _fit(
     """
     spare = _window_bytes(workload, machine, lookahead)
     tries = [0.0, *(1.0 + 0.4 * i for i in range(_SHRINKS)), math.inf]
+    homes: dict[str, str] = {}
+    failure: Infeasible | None = None
     for scale in tries:
-        choice = Choice(
-            homes=_homes(workload, machine, spare, scale, clipping), lookahead=lookahead, tail=tail, kept=kept
-        )
+        tried, homes = homes, _homes(workload, machine, spare, scale, clipping)
+        if failure is not None and homes == tried:
+            continue  # the same plan would fail the same way
+        choice = Choice(homes=homes, lookahead=lookahead, tail=tail, kept=kept)
         try:
             return choice, plan_pass(workload, machine, choice, main)
         except Infeasible as error:
-            if scale == tries[-1] or error.tier == machine.graph_tier.name:
-                raise
-    raise AssertionError("unreachable")
+            failure = error
+            if error.tier == machine.graph_tier.name:
+                break
+    assert failure is not None
+    raise failure
 
 
 def _window_bytes(workload: Workload, machine: Machine, lookahead: int) -> dict[str, int]:
