@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from .hazards import add_dependencies
 from .order import Order, Pass, order
-from .plan import Machine, Plan, Tier, aligned
+from .plan import ALIGNMENT_BYTES, Machine, Plan, Tier, aligned
 from .residency import Infeasible, residency
 from .simulate import simulate
 from .workload import Costs, Group, Workload, grad_block, optim_block, weight_block
@@ -79,7 +79,11 @@ def choose(workload: Workload, machine: Machine, costs: Costs, *, clipping: bool
 
 
 def _smallest(workload: Workload, machine: Machine, costs: Costs, clipping: bool, error: Infeasible) -> int:
-    """The smallest capacity of the failing tier that works, to 1/64, other tiers as given."""
+    """The smallest capacity of the failing tier that works, to 1/64, other tiers as given.
+
+    Only whole slots are tried and what is returned has been tried: one page more than a capacity that works may not
+    work, since homes and addresses fall differently.
+    """
 
     def fits(capacity: int) -> bool:
         try:
@@ -89,14 +93,14 @@ def _smallest(workload: Workload, machine: Machine, costs: Costs, clipping: bool
             return other.tier != error.tier
         return True
 
-    high = max(error.need_bytes, 4096)
+    high = aligned(max(error.need_bytes, ALIGNMENT_BYTES))
     while not fits(high):
         high *= 2
     low = error.have_bytes
-    while high - low > max(4096, high // 64):
-        middle = (low + high) // 2
+    while high - low > max(2 * ALIGNMENT_BYTES, high // 64):
+        middle = aligned((low + high) // 2)
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return aligned(high)
+    return high
 
 
 def _with_capacity(machine: Machine, tier: str, capacity_bytes: int) -> Machine:
