@@ -63,14 +63,12 @@ class DiskArena:
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._file = os.open(self.path, flags | os.O_DIRECT, 0o600)
-                self.direct = True
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 # A file system without direct I/O (tmpfs): the page cache is the documented fallback.
                 self.path.unlink(missing_ok=True)
                 self._file = os.open(self.path, flags, 0o600)
-                self.direct = False
             self.path.unlink()
         except OSError as error:
             raise SwapError(f"memory.disk.path {folder}: cannot make a swap file there: {error.strerror}") from error

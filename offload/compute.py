@@ -29,7 +29,6 @@ from .strands import Call, Strand, StrandPool, VisitError
 Slot = Callable[[str], torch.Tensor]
 """block name -> the bytes of its slot (uint8), at the tier where the compute accesses it"""
 
-
 _CAST_NUMEL = 1 << 22
 
 
@@ -70,6 +69,8 @@ class LayerCompute:
         self._optimizer = optimizer
         self._seed_base = seed
         self._scratch: dict[torch.device, Scratch] = {}
+        self._group_names = tuple(structure.groups)
+        self._rest = tuple(group for group in structure.groups if is_rest(group))
         self._grad_views: dict[str, torch.Tensor] = {}
         self._forwards: list[Callable[[], torch.Tensor]] = []
         self._last_use: dict[str, int] = {}
@@ -150,15 +151,12 @@ class LayerCompute:
 
         return hook
 
-    def _rest(self) -> tuple[str, ...]:
-        return tuple(group for group in self._structure.groups if is_rest(group))
-
     # ------------------------------------------------------------------ forward
 
     def _forward(self, compute: Compute, slot: Slot) -> None:
         visit = self._structure.visits[compute.layer]
         strand = self._pool.get(compute.index)
-        groups = (*self._rest(), *visit.groups)
+        groups = (*self._rest, *visit.groups)
         self._grad_views = {}
         self._bind(groups, slot, grads=False)
         try:
@@ -183,7 +181,7 @@ class LayerCompute:
         self._reseed(2 * compute.layer + 1, compute.index)
         with call.context(grad=keep):
             output = self._pool.call(call, visit.module, inputs)
-        flat, call.output_spec = tree_flatten(output)
+        flat, output_spec = tree_flatten(output)
         leaves = [_leaf(value, trainable) for value in flat]
         if training:
             call.outputs = leaves
@@ -195,7 +193,7 @@ class LayerCompute:
                 call.kept = (inputs, flat)
             else:
                 self._store_input(call, compute, slot)
-        outputs = tree_unflatten(leaves, call.output_spec)
+        outputs = tree_unflatten(leaves, output_spec)
         del output, flat, inputs, call
         self._reseed(2 * compute.layer + 2, compute.index)
         strand.advance(outputs)
@@ -230,7 +228,7 @@ class LayerCompute:
     def _backward(self, compute: Compute, slot: Slot) -> None:
         visit = self._structure.visits[compute.layer]
         strand = self._pool.get(compute.index)
-        groups = (*self._rest(), *visit.groups)
+        groups = (*self._rest, *visit.groups)
         self._grad_views = {}
         self._bind(groups, slot, grads=True)
         try:
@@ -244,7 +242,7 @@ class LayerCompute:
             self._unbind(visit.groups)
         if compute.index == len(self._forwards) - 1:
             done = [g for g in visit.groups if self._last_use[g] == compute.layer]
-            self._measure_norms((*done, *(self._rest() if compute.layer == 0 else ())), slot)
+            self._measure_norms((*done, *(self._rest if compute.layer == 0 else ())), slot)
             if self._between_layers is not None:
                 self._between_layers()
 
@@ -315,15 +313,17 @@ class LayerCompute:
     # ------------------------------------------------------------------ update
 
     def _update(self, compute: Compute, slot: Slot) -> None:
-        group = tuple(self._structure.groups)[compute.layer]
+        group = self._group_names[compute.layer]
         layout = self._parts[group][compute.index]
         dtype = self._structure.dtype
-        if self._pass == "fused":
+        if self._pass == "fused" and compute.index == 0:
             self._refuse_non_finite(group)
         self.updates += 1
         weight, grad = slot(weight_block(group)).view(dtype), slot(grad_block(group)).view(dtype)
         optim = slot(optim_block(group, compute.index))
-        scratch = self._scratch.setdefault(weight.device, Scratch.on(weight.device))
+        scratch = self._scratch.get(weight.device)
+        if scratch is None:
+            scratch = self._scratch[weight.device] = Scratch.on(weight.device)
         for segment in layout.segments:
             name = segment.parameter.name
             if name not in self._updating:
@@ -344,7 +344,7 @@ class LayerCompute:
             adamw(weight[run], grad[run], exp_avg, exp_avg_sq, master, settings, scratch)
 
     def _refuse_non_finite(self, group: str) -> None:
-        """Updates run under the backward pass here, so each group is looked at just before its own."""
+        """Updates run under the backward pass here, so each group is looked at before its first part is updated."""
         values = [self.norms[s.name] for s in self._structure.groups[group].parameters if s.name in self.norms]
         if not all(bool(value.isfinite()) for value in (*values, *self.losses.values())):
             raise NonFiniteGradient(f"the loss or the gradient of {group} is not finite")

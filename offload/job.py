@@ -36,6 +36,7 @@ from ..swap_scheduler import (
     plan_pass,
     simulate,
 )
+from ..swap_scheduler.plan import ALIGNMENT_BYTES
 from .arena import Arena, DiskArena, MemoryArena
 from .compute import LayerCompute, NonFiniteGradient
 from .device import Device, hold_little_freed_memory, open_device, return_freed_memory
@@ -224,13 +225,13 @@ class Job:
         fast = self._memory.gpu_bytes if self._memory.gpu_bytes is not None else self._memory.ram_bytes
         room = fast - self.workspace_bytes
         graph = every if persistent + every <= room else last
-        arena = max(0, room - graph) // 4096 * 4096
+        arena = _whole_slots(max(0, room - graph))
         tiers = [Tier(name="ram", capacity_bytes=arena)]
         if self._memory.gpu_bytes is not None:
-            ram = self._memory.ram_bytes // 4096 * 4096
+            ram = _whole_slots(self._memory.ram_bytes)
             tiers = [Tier(name="gpu", capacity_bytes=arena), Tier(name="ram", capacity_bytes=ram)]
         if self._memory.disk is not None:
-            tiers.append(Tier(name="disk", capacity_bytes=self._memory.disk.size_bytes // 4096 * 4096))
+            tiers.append(Tier(name="disk", capacity_bytes=_whole_slots(self._memory.disk.size_bytes)))
         self.machine = Machine(
             tiers=tuple(tiers),
             update_tier="ram",
@@ -435,6 +436,11 @@ class Job:
     def save_pretrained(self, folder: str | Path) -> None:
         """A Hugging Face folder: config, generation config, safetensors in shards of bounded size."""
         save_pretrained(self.structure, self.named_weights(), folder, use_cache=self._use_cache)
+
+
+def _whole_slots(size_bytes: int) -> int:
+    """`size_bytes` rounded down to whole aligned slots: the part of a budget that a plan can use."""
+    return size_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 
 def _without_cache(model: nn.Module) -> bool | None:

@@ -76,13 +76,12 @@ class VisitSpec:
 
 @dataclass(slots=True)
 class Structure:
-    """The model, taken apart. `bound[name]` lists the (module, attribute) places that hold a parameter."""
+    """The model, taken apart."""
 
     model: nn.Module
     dtype: torch.dtype
     modules: dict[str, nn.Module]
     groups: dict[str, GroupSpec]
-    bound: dict[str, list[tuple[nn.Module, str]]]
     visits: tuple[VisitSpec, ...] = ()
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     order: tuple[str, ...] = ()
@@ -207,14 +206,7 @@ def take_apart(
             group = "tied." + min(holders, key=list(modules).index)
         grouped.setdefault(group + ("" if parameter.requires_grad else ".frozen"), []).append(key)
 
-    structure = Structure(
-        model=model,
-        dtype=dtype,
-        modules=modules,
-        groups={},
-        bound={names[k]: v for k, v in places.items()},
-        order=order,
-    )
+    structure = Structure(model=model, dtype=dtype, modules=modules, groups={}, order=order)
     padding = TENSOR_ALIGNMENT_BYTES // dtype.itemsize
     for group, keys in grouped.items():
         specs, offset = [], 0
@@ -267,9 +259,8 @@ class _Seen:
 def probe(structure: Structure, example: Callable[[int], Batch], *, lengths: tuple[int, int] = (8, 16)) -> None:
     """Fill `structure.visits` from forward passes of `example(tokens)`, one row each, on zero weights.
 
-    The last pass overwrites every
-    activation that looks droppable with NaN after its layer; if a NaN comes out, some code reads them later
-    (skip connections over layers) and none is dropped.
+    The last pass overwrites every activation that looks droppable with NaN after its layer; if a NaN comes out, some
+    code reads them later (skip connections over layers) and none is dropped.
     """
     (short, _), (long, _) = (_observe(structure, example(tokens), drop=False) for tokens in lengths)
     if [seen.module for seen in short] != [seen.module for seen in long]:

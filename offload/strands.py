@@ -38,10 +38,9 @@ class Call:
     flat: list[Any]
     spec: TreeSpec
     needs: tuple[bool, ...]
-    autocast: tuple[bool, torch.dtype] | None
+    autocast: tuple[str, torch.dtype] | None
     grad: bool
     outputs: list[Any] = field(default_factory=list)
-    output_spec: TreeSpec | None = None
     kept: tuple[list[Any], list[Any]] | None = None
     main: int | None = None
     main_shape: torch.Size | None = None
@@ -52,15 +51,10 @@ class Call:
         """The thread-local state under which the strand made the call."""
         with ExitStack() as stack:
             if self.autocast is not None:
-                kind = _device_type(self.flat)
                 # No cache of cast weights: it would outlive their stay in the slot.
-                stack.enter_context(torch.autocast(kind, self.autocast[1], self.autocast[0], cache_enabled=False))
+                stack.enter_context(torch.autocast(*self.autocast, cache_enabled=False))
             stack.enter_context(torch.set_grad_enabled(grad))
             yield
-
-
-def _device_type(flat: list[Any]) -> str:
-    return next((value.device.type for value in flat if isinstance(value, torch.Tensor)), "cpu")
 
 
 class _TorchState:
@@ -81,9 +75,8 @@ class _TorchState:
 class Strand:
     """One microbatch on its way through the forward pass."""
 
-    def __init__(self, pool: StrandPool, number: int) -> None:
+    def __init__(self, pool: StrandPool) -> None:
         self._pool = pool
-        self.number = number
         self._reset()
 
     def _reset(self) -> None:
@@ -137,13 +130,13 @@ class Strand:
         visit = self._pool.find_visit(module, self._visit)
         self._visit = visit + 1
         flat, spec = tree_flatten((args, kwargs))
-        kind = _device_type(flat)
+        kind = self._pool.device_type
         self.parked = Call(
             visit=visit,
             flat=flat,
             spec=spec,
             needs=tuple(isinstance(value, torch.Tensor) and value.requires_grad for value in flat),
-            autocast=(True, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
+            autocast=(kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
             grad=torch.is_grad_enabled(),
         )
         del flat, args, kwargs
@@ -194,7 +187,7 @@ class StrandPool:
 
     def get(self, number: int) -> Strand:
         while len(self._strands) <= number:
-            self._strands.append(Strand(self, len(self._strands)))
+            self._strands.append(Strand(self))
         return self._strands[number]
 
     def call(self, call: Call, module: str, inputs: list[Any]) -> Any:

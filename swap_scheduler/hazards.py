@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from .plan import Compute, Plan, Slot, Step, Transfer, aligned
 
-EDGE_KINDS = frozenset({"raw", "war", "reuse"})
-
 
 @dataclass(slots=True)
 class _State:

@@ -414,9 +414,8 @@ class _Residency:
             if window is not None:
                 i, j = window
                 for victim in [s.copy for s in region.segments[i : j + 1] if s.copy is not None]:
-                    self._evict(victim, tier)
-                start = next(k for k, s in enumerate(region.segments) if s.start == region.segments[i].start)
-                return start, start + (j - i)
+                    self._evict(victim, tier)  # frees its segment in place: i and j still hold
+                return window
         raise _NoRoom(tier)
 
     def _evict(self, copy: _Copy, tier: str) -> None:

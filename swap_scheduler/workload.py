@@ -14,7 +14,7 @@ class Layer:
 
     `weights` and `frozen` name the groups it reads (a tied weight or a module called twice appears in several
     layers). `input_bytes` and `saved_bytes` are per microbatch: the boundary activation kept for recompute, and
-    the autograd graph when it is kept instead. `workspace_bytes` is what the allocator needs while it runs.
+    the autograd graph when it is kept instead.
     """
 
     name: str
@@ -22,7 +22,6 @@ class Layer:
     frozen: tuple[str, ...] = ()
     input_bytes: int = 0
     saved_bytes: int = 0
-    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

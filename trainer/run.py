@@ -105,9 +105,10 @@ def _prepare(config: Config, console: Console) -> _Prepared:
         raise ConfigError([f"data.max_length: {config.data.max_length} is more than the model's {limit} positions"])
     dataset = load_dataset(config.data.train, config.data, tokenizer)
     evaluation = load_dataset(config.data.eval, config.data, tokenizer) if config.data.eval else None
-    for data in (dataset, *((evaluation,) if evaluation else ())):
+    datasets = (dataset, evaluation) if evaluation else (dataset,)
+    for data in datasets:
         console.print(str(data), highlight=False, soft_wrap=True)
-    pad_id = _check_vocabulary(model_config, tokenizer, (dataset, *((evaluation,) if evaluation else ())))
+    pad_id = _check_vocabulary(model_config, tokenizer, datasets)
     settings = config.train
     batches = Batches(
         dataset=dataset,
@@ -125,8 +126,8 @@ def _prepare(config: Config, console: Console) -> _Prepared:
     memory = resolve_memory(config.memory, device)
     model = _skeleton(config, model_config)
     _freeze(model, config.model.frozen)
-    longest = max(data.longest for data in (dataset, evaluation) if data)
-    most_rows = max(len(data.rows) for data in (dataset, evaluation) if data)
+    longest = max(data.longest for data in datasets)
+    most_rows = max(len(data.rows) for data in datasets)
     job = Job.build(
         model,
         _source(config, model),
@@ -331,13 +332,6 @@ def _evaluate(prepared: _Prepared) -> float | None:
     """The held-out loss: a sum over all tokens, divided by their number."""
     if prepared.evaluation is None:
         return None
-    batches = Batches(
-        dataset=prepared.evaluation,
-        batch_size=prepared.batches.batch_size,
-        accumulation=prepared.batches.accumulation,
-        seed=0,
-        pad_id=prepared.batches.pad_id,
-    )
-    batches_in_order = [batch for window in batches.in_order() for batch in window]
-    total = sum(prepared.job.evaluate(batches_in_order, _loss(1)))
+    windows = replace(prepared.batches, dataset=prepared.evaluation).in_order()
+    total = sum(prepared.job.evaluate([batch for window in windows for batch in window], _loss(1)))
     return total / prepared.evaluation.trained_tokens
