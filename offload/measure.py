@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,8 +19,9 @@ from .device import CpuDevice, Device, anonymous
 from .layers import Structure
 from .optimizer import PartLayout
 
-_PROBE_BYTES = 256 << 20
+_PROBE_BYTES = 64 << 20
 _MATMUL_ROWS = 256
+_REPEATS = 5
 
 
 def _median_s(call: Callable[[], object], repeats: int = 3) -> float:
@@ -67,8 +69,11 @@ def measure(device: Device, machine: Machine, arena_of_disk: str | None, dtype: 
             assert arena_of_disk is not None
             down, up = _disk_links(arena_of_disk, host)
         else:
-            other = device.fast_arena(_PROBE_BYTES).fill_(1)
-            down, up = _link(partial(device.copy, other, host)), _link(partial(device.copy, host, other))
+            other = device.fast_arena(2 * _PROBE_BYTES).fill_(1)
+            back = anonymous(_PROBE_BYTES).fill_(1)
+            down, up = _links(
+                partial(device.copy, other[:_PROBE_BYTES], host), partial(device.copy, back, other[_PROBE_BYTES:])
+            )
         links[f"{upper.name}>{lower.name}"], links[f"{lower.name}>{upper.name}"] = down, up
     return Rates(
         links=links,
@@ -84,15 +89,32 @@ def raw_disk_links(directory: str) -> dict[str, Link]:
 
 
 def _disk_links(directory: str, host: torch.Tensor) -> tuple[Link, Link]:
-    disk = DiskArena(directory, _PROBE_BYTES)
+    disk = DiskArena(directory, 2 * _PROBE_BYTES)
     try:
-        return _link(partial(disk.write, 0, host)), _link(partial(disk.read, 0, host))
+        disk.write(_PROBE_BYTES, host)
+        other = anonymous(_PROBE_BYTES).fill_(1)
+        return _links(partial(disk.write, 0, host), partial(disk.read, _PROBE_BYTES, other))
     finally:
         disk.close()
 
 
-def _link(move: Callable[[], object]) -> Link:
-    return Link(bandwidth_bytes_per_s=_PROBE_BYTES / _median_s(move))
+def _links(down: Callable[[], object], up: Callable[[], object]) -> tuple[Link, Link]:
+    """Both directions while the other one is busy too, as they are in a step: a disk shares its bandwidth."""
+    seconds: dict[int, list[float]] = {0: [], 1: []}
+    running = [True, True]
+
+    def repeat(index: int, move: Callable[[], object]) -> None:
+        while len(seconds[index]) < _REPEATS or running[1 - index]:
+            start = time.perf_counter()
+            move()
+            seconds[index].append(time.perf_counter() - start)
+            running[index] = len(seconds[index]) < _REPEATS
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(repeat, 0, down), threads.submit(repeat, 1, up)]:
+            done.result()
+    first, second = (Link(bandwidth_bytes_per_s=_PROBE_BYTES / statistics.median(s[:_REPEATS])) for s in seconds.values())
+    return first, second
 
 
 def _matmul_rate(device: Device, dtype: torch.dtype) -> float:

@@ -162,7 +162,7 @@ def _fit(
     spare, fewer on each try that does not fit.
     """
     spare = _window_bytes(workload, machine, lookahead)
-    tries = [0.0, *(1.0 + 0.4 * i for i in range(_SHRINKS)), math.inf]
+    tries = [0.0, 0.5, *(1.0 + 0.4 * i for i in range(_SHRINKS)), math.inf]
     homes: dict[str, str] = {}
     failure: Infeasible | None = None
     for scale in tries:

@@ -9,6 +9,7 @@ Importing this package imports neither torch nor transformers: the functions loa
 asked for, so `overspill --help` and the scheduler stay quick and free of heavy imports.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "plan", "train"]
+
+# Large CPU tensors on huge pages: a layer's activations and gradients come and go with every microbatch, and 4 KiB page
+# faults cost a tenth of a step (LOG.md, 2026-12-01). torch reads this once, when it makes its first tensor.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOME_OF = {"plan": "overspill.trainer.run", "train": "overspill.trainer.run"}
 
