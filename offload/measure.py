@@ -113,7 +113,9 @@ def _links(down: Callable[[], object], up: Callable[[], object]) -> tuple[Link, 
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(repeat, 0, down), threads.submit(repeat, 1, up)]:
             done.result()
-    first, second = (Link(bandwidth_bytes_per_s=_PROBE_BYTES / statistics.median(s[:_REPEATS])) for s in seconds.values())
+    first, second = (
+        Link(bandwidth_bytes_per_s=_PROBE_BYTES / statistics.median(s[:_REPEATS])) for s in seconds.values()
+    )
     return first, second
 
 
