@@ -13,6 +13,7 @@ ASSETS := data/packages
 MODEL := models/SmolLM2-135M-Instruct
 TEXT := data/kjv.txt
 HELD_OUT_TEXT := data/kjv_eval.txt
+PROMPT ?= And the LORD said unto Moses,
 
 # Without this, `import kernels` from the repository's root finds our folder instead of Hugging Face's package.
 export PYTHONSAFEPATH := 1
@@ -23,6 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 run: $(DEMO_READY) $(MODEL)/config.json $(TEXT)
 	$(BIN)/overspill train $(CONFIG)
+	$(BIN)/python scripts/answer.py $(CONFIG) "$(PROMPT)"
 
 test: lint
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -q -m "not slow and not soak and not gpu" $(PYTEST_ARGS)

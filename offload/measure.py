@@ -83,7 +83,7 @@ def measure(device: Device, machine: Machine, arena_of_disk: str | None, dtype: 
 
 
 def raw_disk_links(directory: str) -> dict[str, Link]:
-    """Direct I/O of the disk tier at its own request size, one direction at a time."""
+    """Direct I/O of the disk tier at its own request size, both directions at once."""
     down, up = _disk_links(directory, anonymous(_PROBE_BYTES).fill_(1))
     return {"ram>disk": down, "disk>ram": up}
 

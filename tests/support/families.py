@@ -48,20 +48,17 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_LLAMA, num_local_experts=4)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_LLAMA)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_LLAMA, head_dim=16, tie_word_embeddings=True)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_LLAMA, head_dim=16, sliding_window=8)),
+    "qwen3-untied": lambda: Qwen3ForCausalLM(Qwen3Config(**_LLAMA, head_dim=16)),
+    "gemma3": lambda: Gemma3ForCausalLM(_gemma3(True)),
+    "gemma3-untied": lambda: Gemma3ForCausalLM(_gemma3(False)),
     "phi": lambda: PhiForCausalLM(PhiConfig(**_NEOX, resid_pdrop=0.0, embd_pdrop=0.0)),
     "gpt2": lambda: GPT2LMHeadModel(_gpt2(True)),
     "gpt2-untied": lambda: GPT2LMHeadModel(_gpt2(False)),
     "gpt-neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_NEOX)),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(
-            hidden_size=64, ffn_dim=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=VOCAB,
-            word_embed_proj_dim=64, max_position_embeddings=128, dropout=0.0, **_IDS,
-        )
-    ),
-    "falcon": lambda: FalconForCausalLM(
-        FalconConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=VOCAB, **_IDS)
-    ),
+    "opt": lambda: OPTForCausalLM(_opt(True)),
+    "opt-untied": lambda: OPTForCausalLM(_opt(False)),
+    "falcon": lambda: FalconForCausalLM(_falcon(True)),
+    "falcon-untied": lambda: FalconForCausalLM(_falcon(False)),
     "t5": lambda: T5ForConditionalGeneration(
         T5Config(
             d_model=64, d_ff=128, num_layers=3, num_heads=4, d_kv=16, vocab_size=VOCAB, dropout_rate=0.0,
@@ -70,8 +67,28 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     ),
 }  # fmt: skip
 
-BIT_IDENTICAL = ("llama", "mistral", "mixtral", "qwen2", "phi", "gpt2-untied", "gpt-neox")
+BIT_IDENTICAL = (
+    "llama", "mistral", "mixtral", "qwen2", "phi", "gpt2-untied", "gpt-neox", "opt-untied", "falcon-untied",
+    "qwen3-untied", "gemma3-untied",
+)  # fmt: skip
 """No tied weight and no encoder: the same sums in the same order as plain training."""
+
+
+def _opt(tied: bool) -> OPTConfig:
+    return OPTConfig(
+        hidden_size=64, ffn_dim=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=VOCAB,
+        word_embed_proj_dim=64, max_position_embeddings=128, dropout=0.0, tie_word_embeddings=tied, **_IDS,
+    )  # fmt: skip
+
+
+def _falcon(tied: bool) -> FalconConfig:
+    return FalconConfig(
+        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=VOCAB, tie_word_embeddings=tied, **_IDS
+    )
+
+
+def _gemma3(tied: bool) -> Gemma3TextConfig:
+    return Gemma3TextConfig(**_LLAMA, head_dim=16, sliding_window=8, tie_word_embeddings=tied)
 
 
 def _gpt2(tied: bool) -> GPT2Config:

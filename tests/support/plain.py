@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +19,15 @@ class PlainTrainer:
     """Everything resident: backward per microbatch, torch's own clipping and fused AdamW on fp32 masters.
 
     bf16 weights are the masters rounded to nearest with ties away from zero, as the split master rounds them. Buffers
-    keep their dtype: casting rotary frequencies would change the model.
+    keep their dtype: casting rotary frequencies would change the model. fp16 losses are scaled, and the scale is taken
+    out of the fp32 gradients again; a step whose gradient overflows is `skipped` and halves the scale.
     """
 
     def __init__(self, model: nn.Module, optimizer: AdamW, dtype: torch.dtype) -> None:
         self.model = model
         self.settings = optimizer
+        self.loss_scale = 2.0**16 if dtype == torch.float16 else 1.0
+        self.skipped = False
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self.masters: dict[str, torch.Tensor] = {}
@@ -52,18 +56,22 @@ class PlainTrainer:
         losses = []
         for batch in batches:
             loss = loss_fn(self.model, batch)
-            loss.backward()
+            (loss * self.loss_scale).backward()
             losses.append(loss.item())
         for name, parameter in self.parameters.items():
             master = self.masters[name]
             if master is not parameter:
-                master.grad = None if parameter.grad is None else parameter.grad.float()
+                master.grad = None if parameter.grad is None else parameter.grad.float() / self.loss_scale
         norm = None
         if self.settings.max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(list(self.masters.values()), self.settings.max_grad_norm).item()
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
+        self.skipped = norm is not None and not math.isfinite(norm)
+        if self.skipped:
+            self.loss_scale /= 2
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
         for name, parameter in self.parameters.items():
             master = self.masters[name]
             if master is not parameter:

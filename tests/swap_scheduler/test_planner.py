@@ -61,6 +61,19 @@ def test_any_workload_is_refused_with_numbers_or_planned_right(workload: Workloa
             assert Counter(_key(s.op) for s in plan.steps if isinstance(s.op, Compute)) == expected
 
 
+@settings(max_examples=60, deadline=None)
+@given(workload=workloads(), where=machines())
+def test_short_windows_fit_under_the_choice_of_the_full_one(workload: Workload, where: Machine) -> None:
+    for clipping, passes in PASSES.items():
+        try:
+            choice = choose(workload, where, costs(workload), clipping=clipping)
+        except BudgetError:
+            continue
+        for microbatches in range(1, workload.microbatches):
+            for name in passes:
+                check(plan_pass(replace(workload, microbatches=microbatches), where, choice, name))
+
+
 def _key(op: Compute) -> tuple[str, int, int]:
     return op.kind, op.layer, op.index
 

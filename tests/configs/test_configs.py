@@ -1,0 +1,54 @@
+"""Every file in configs/ is valid, and what it costs on a machine of round numbers is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.placements import RATES
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from overspill.offload import AdamW, DiskMemory, Job, Memory, RandomSource, skeleton
+from overspill.swap_scheduler import check
+from overspill.trainer.config import load_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+MODELS = {
+    "smollm2_kjv": LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+    )
+}  # fmt: skip
+"""The shape of each file's model: the files themselves name weights that are not here."""
+SIMULATED_S = {"smollm2_kjv": 105.313726}
+"""One step on a CPU: links of 1 GB/s, 10 GFLOP/s, 100 million updates a second."""
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_simulated_seconds_of_a_step(file: Path) -> None:
+    config = load_config(file)
+    settings, memory = config.train, config.memory
+    assert isinstance(memory.ram, int)
+    assert memory.gpu is None or isinstance(memory.gpu, int)
+    disk = None
+    if memory.disk is not None:
+        assert isinstance(memory.disk.size, int)
+        disk = DiskMemory(path=str(memory.disk.path), size_bytes=memory.disk.size)
+    model = skeleton(lambda: LlamaForCausalLM(MODELS[file.stem]))
+    job = Job.build(
+        model,
+        RandomSource(model, 0),
+        optimizer=AdamW(weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm),
+        memory=Memory(ram_bytes=memory.ram, gpu_bytes=memory.gpu, disk=disk),
+        max_tokens=(settings.per_device_train_batch_size, config.data.max_length),
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.dtype],
+        microbatches=settings.gradient_accumulation_steps,
+        rates=RATES,
+    )
+    with job:
+        plan = job.plan()
+        check(plan)
+        used = {tier: size for tier, size in plan.peak_bytes().items() if size}
+        assert {tier.name for tier in plan.machine.tiers} <= used.keys()
+        assert job.simulate().total_s == pytest.approx(SIMULATED_S[file.stem], abs=1e-6)
