@@ -178,7 +178,10 @@ def test_help_and_version_import_no_torch() -> None:
 def test_an_interrupted_run_ends_clean_with_130(job: Path) -> None:
     arguments = ["train", str(job), "--set", "train.max_steps=1000000"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # A shell starts its background jobs with this signal ignored, and children inherit that.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(COMMAND + arguments, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        signal.signal(signal.SIGINT, inherited)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and process.poll() is None:
             if any(path.stat().st_size for path in job.parent.glob(".out*/metrics.jsonl")):
