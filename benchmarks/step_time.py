@@ -221,31 +221,6 @@ def deepspeed(folder: str) -> Any:
     return step
 
 
-def disk_bandwidth(folder: str) -> dict[str, float]:
-    """Raw direct I/O of this machine in the same run, GB/s."""
-    import torch
-
-    from overspill.offload.arena import DiskArena
-    from overspill.offload.device import anonymous
-
-    size = GIB // 2
-    data = anonymous(size)
-    data.view(torch.int64).random_()
-    disk = DiskArena(folder, size)
-    try:
-        rates = {}
-        for name, call in (("write", disk.write), ("read", disk.read)):
-            times = []
-            for _ in range(3):
-                start = time.perf_counter()
-                call(0, data)
-                times.append(time.perf_counter() - start)
-            rates[name] = size / statistics.median(times) / 1e9
-        return rates
-    finally:
-        disk.close()
-
-
 def child(variant: str, steps: int, folder: str) -> dict[str, Any]:
     watch = PeakAnonymous()
     if variant == "d":
@@ -269,8 +244,11 @@ def child(variant: str, steps: int, folder: str) -> dict[str, Any]:
         "peak_rss_gib": status_gib("VmHWM"),
     }  # fmt: skip
     if job := getattr(step, "job", None):
+        from overspill.offload.measure import raw_disk_links
+
         result["predicted_s"] = job.simulate().total_s
-        result["disk_gb_per_s"] = disk_bandwidth(folder)
+        links = raw_disk_links(folder)
+        result["disk_bytes_per_s"] = {name: link.bandwidth_bytes_per_s for name, link in links.items()}
         job.close()
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -62,19 +63,17 @@ def measure(device: Device, machine: Machine, arena_of_disk: str | None, dtype: 
     """Time each link of `machine`, a matrix product in `dtype`, and a host update. The disk is timed on a file of
     its own in `arena_of_disk`, which is gone afterwards.
     """
-    host = anonymous(_PROBE_BYTES).fill_(1)
     links: dict[str, Link] = {}
     for upper, lower in zip(machine.tiers, machine.tiers[1:], strict=False):
         if lower.name == "disk":
             assert arena_of_disk is not None
-            down, up = _disk_links(arena_of_disk, host)
-        else:
-            other = device.fast_arena(2 * _PROBE_BYTES).fill_(1)
-            back = anonymous(_PROBE_BYTES).fill_(1)
-            down, up = _links(
-                partial(device.copy, other[:_PROBE_BYTES], host), partial(device.copy, back, other[_PROBE_BYTES:])
-            )
-        links[f"{upper.name}>{lower.name}"], links[f"{lower.name}>{upper.name}"] = down, up
+            links |= raw_disk_links(arena_of_disk)
+            continue
+        fast = device.fast_arena(2 * _PROBE_BYTES).fill_(1)
+        host, back = (anonymous(_PROBE_BYTES).fill_(1) for _ in range(2))
+        links[f"{upper.name}>{lower.name}"], links[f"{lower.name}>{upper.name}"] = _links(
+            partial(device.copy, fast[:_PROBE_BYTES], host), partial(device.copy, back, fast[_PROBE_BYTES:])
+        )
     return Rates(
         links=links,
         matmul_flops_per_s=_matmul_rate(device, dtype),
@@ -84,39 +83,41 @@ def measure(device: Device, machine: Machine, arena_of_disk: str | None, dtype: 
 
 def raw_disk_links(directory: str) -> dict[str, Link]:
     """Direct I/O of the disk tier at its own request size, both directions at once."""
-    down, up = _disk_links(directory, anonymous(_PROBE_BYTES).fill_(1))
-    return {"ram>disk": down, "disk>ram": up}
-
-
-def _disk_links(directory: str, host: torch.Tensor) -> tuple[Link, Link]:
+    host, back = (anonymous(_PROBE_BYTES).fill_(1) for _ in range(2))
     disk = DiskArena(directory, 2 * _PROBE_BYTES)
     try:
         disk.write(_PROBE_BYTES, host)
-        other = anonymous(_PROBE_BYTES).fill_(1)
-        return _links(partial(disk.write, 0, host), partial(disk.read, _PROBE_BYTES, other))
+        down, up = _links(partial(disk.write, 0, host), partial(disk.read, _PROBE_BYTES, back))
     finally:
         disk.close()
+    return {"ram>disk": down, "disk>ram": up}
 
 
 def _links(down: Callable[[], object], up: Callable[[], object]) -> tuple[Link, Link]:
     """Both directions while the other one is busy too, as they are in a step: a disk shares its bandwidth."""
-    seconds: dict[int, list[float]] = {0: [], 1: []}
-    running = [True, True]
+    down_s: list[float] = []
+    up_s: list[float] = []
+    over = threading.Event()
 
-    def repeat(index: int, move: Callable[[], object]) -> None:
-        while len(seconds[index]) < _REPEATS or running[1 - index]:
-            start = time.perf_counter()
-            move()
-            seconds[index].append(time.perf_counter() - start)
-            running[index] = len(seconds[index]) < _REPEATS
+    def repeat(move: Callable[[], object], seconds: list[float]) -> None:
+        try:
+            while not over.is_set():
+                start = time.perf_counter()
+                move()
+                seconds.append(time.perf_counter() - start)
+                if min(len(down_s), len(up_s)) >= _REPEATS:
+                    break
+        finally:
+            over.set()  # after an error too, or the other direction would never end
 
     with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(repeat, 0, down), threads.submit(repeat, 1, up)]:
+        for done in [threads.submit(repeat, down, down_s), threads.submit(repeat, up, up_s)]:
             done.result()
-    first, second = (
-        Link(bandwidth_bytes_per_s=_PROBE_BYTES / statistics.median(s[:_REPEATS])) for s in seconds.values()
-    )
-    return first, second
+    return _link(down_s), _link(up_s)
+
+
+def _link(seconds: list[float]) -> Link:
+    return Link(bandwidth_bytes_per_s=_PROBE_BYTES / statistics.median(seconds))
 
 
 def _matmul_rate(device: Device, dtype: torch.dtype) -> float:

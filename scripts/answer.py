@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from overspill.trainer.config import load_config
@@ -23,8 +22,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     inputs = tokenizer(arguments.prompt, return_tensors="pt")
-    with torch.no_grad():
-        answer = model.generate(**inputs, max_new_tokens=arguments.tokens, do_sample=False, repetition_penalty=1.2)
+    answer = model.generate(**inputs, max_new_tokens=arguments.tokens, do_sample=False, repetition_penalty=1.2)
     print(tokenizer.decode(answer[0], skip_special_tokens=True))
 
 

@@ -25,7 +25,7 @@ from .output import MARKER, check_output, made_only_if_used, unfinished
 from .report import PlanReport, plan_report
 from .schedule import learning_rate
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class TrainingError(RuntimeError):
@@ -143,7 +143,7 @@ def _prepare(config: Config, console: Console) -> _Prepared:
         memory=memory,
         max_tokens=(min(settings.per_device_train_batch_size, most_rows), longest),
         device=device,
-        dtype=_DTYPES[config.model.dtype],
+        dtype=DTYPES[config.model.dtype],
         microbatches=batches.microbatches,
         seed=settings.seed,
     )

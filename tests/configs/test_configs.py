@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from support.placements import RATES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from overspill.offload import AdamW, DiskMemory, Job, Memory, RandomSource, skeleton
 from overspill.swap_scheduler import check
 from overspill.trainer.config import load_config
+from overspill.trainer.run import DTYPES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 MODELS = {
@@ -42,7 +42,7 @@ def test_simulated_seconds_of_a_step(file: Path) -> None:
         optimizer=AdamW(weight_decay=settings.weight_decay, max_grad_norm=settings.max_grad_norm),
         memory=Memory(ram_bytes=memory.ram, gpu_bytes=memory.gpu, disk=disk),
         max_tokens=(settings.per_device_train_batch_size, config.data.max_length),
-        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.dtype],
+        dtype=DTYPES[config.model.dtype],
         microbatches=settings.gradient_accumulation_steps,
         rates=RATES,
     )
