@@ -6,11 +6,11 @@ The choice holds for every pass of the job and any number of microbatches, so ho
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from .hazards import add_dependencies
-from .order import Order, Pass, order
+from .order import Pass, order
 from .plan import ALIGNMENT_BYTES, Machine, Plan, Tier, aligned
 from .residency import Infeasible, residency
 from .simulate import simulate
@@ -18,8 +18,10 @@ from .workload import Costs, Group, Workload, grad_block, optim_block, weight_bl
 
 LOOKAHEADS = (2, 4, 1, 8, 0)
 GOOD_ENOUGH = 1.02
-_SHRINKS = 8
+_SCALES = (0.0, 0.5, *(1.0 + 0.4 * i for i in range(8)), math.inf)
 _LARGE_STEPS = 2000
+# By `clipping`; the main pass, which is scored, comes first.
+_PASSES: dict[bool, tuple[Pass, ...]] = {True: ("steady", "first", "flush", "evaluate"), False: ("fused", "evaluate")}
 
 
 class BudgetError(ValueError):
@@ -54,11 +56,12 @@ class Choice:
 
 def plan_pass(workload: Workload, machine: Machine, choice: Choice, name: Pass) -> Plan:
     """The plan of one pass under a choice made for this job. Raises Infeasible when the workload is not that job's."""
-    return add_dependencies(residency(_order(workload, machine, choice, name), machine, lookahead=choice.lookahead))
+    return add_dependencies(_place(workload, machine, choice, name))
 
 
-def _order(workload: Workload, machine: Machine, choice: Choice, name: Pass) -> Order:
-    return order(workload, machine, choice.homes, name, tail=choice.tail, kept=choice.kept)
+def _place(workload: Workload, machine: Machine, choice: Choice, name: Pass) -> Plan:
+    made = order(workload, machine, choice.homes, name, tail=choice.tail, kept=choice.kept)
+    return residency(made, machine, lookahead=choice.lookahead)
 
 
 def choose(workload: Workload, machine: Machine, costs: Costs, *, clipping: bool) -> Choice:
@@ -69,7 +72,7 @@ def choose(workload: Workload, machine: Machine, costs: Costs, *, clipping: bool
     try:
         return _choose(workload, machine, costs, clipping)
     except Infeasible as error:
-        need = _smallest(workload, machine, costs, clipping, error)
+        need = _smallest(workload, machine, clipping, error)
         advice = f"raise memory.{error.tier}"
         if error.tier == machine.tiers[-1].name and error.tier != "disk":
             advice += " or add memory.disk"
@@ -78,16 +81,21 @@ def choose(workload: Workload, machine: Machine, costs: Costs, *, clipping: bool
         raise BudgetError(error.tier, need, error.have_bytes, advice) from error
 
 
-def _smallest(workload: Workload, machine: Machine, costs: Costs, clipping: bool, error: Infeasible) -> int:
-    """The smallest capacity of the failing tier that works, to 1/64, other tiers as given.
+def _smallest(workload: Workload, machine: Machine, clipping: bool, error: Infeasible) -> int:
+    """The smallest capacity of the failing tier that works without prefetch, to 1/64, other tiers as given.
 
     Only whole slots are tried and what is returned has been tried: one page more than a capacity that works may not
     work, since homes and addresses fall differently.
     """
 
+    roomy = machine
+    if error.tier != machine.graph_tier.name:
+        # Too small as it may be too, what it needs depends on no other tier.
+        roomy = replace(machine, graph_tier=replace(machine.graph_tier, capacity_bytes=1 << 62))
+
     def fits(capacity: int) -> bool:
         try:
-            _choose(workload, _with_capacity(machine, error.tier, capacity), costs, clipping, any_plan=True)
+            _fit(workload, _with_capacity(roomy, error.tier, capacity), 0, 1, frozenset(), clipping, _SCALES[::-1])
         except Infeasible as other:
             # Another tier is the next bottleneck: this one is large enough.
             return other.tier != error.tier
@@ -110,26 +118,18 @@ def _with_capacity(machine: Machine, tier: str, capacity_bytes: int) -> Machine:
     return replace(machine, tiers=tuple(map(change, machine.tiers)), graph_tier=change(machine.graph_tier))
 
 
-def _choose(workload: Workload, machine: Machine, costs: Costs, clipping: bool, *, any_plan: bool = False) -> Choice:
-    """`any_plan`: the first that fits, unscored; Infeasible exactly where a full search is."""
-    main: Pass = "steady" if clipping else "fused"
-    passes: tuple[Pass, ...] = ("first", "steady", "flush", "evaluate") if clipping else ("fused", "evaluate")
+def _choose(workload: Workload, machine: Machine, costs: Costs, clipping: bool) -> Choice:
     best: Choice | None = None
     best_key = (math.inf, math.inf)
     failure: Infeasible | None = None
     for lookahead, tail, kept in _candidates(workload, machine):
         try:
-            choice, plan = _fit(workload, machine, lookahead, tail, kept, clipping, main)
-            for name in passes:
-                if name != main:
-                    plan_pass(workload, machine, choice, name)
+            choice, plan = _fit(workload, machine, lookahead, tail, kept, clipping)
         except Infeasible as error:
             failure = failure or error
             if failure.tier == machine.graph_tier.name:
                 failure = error
             continue
-        if any_plan:
-            return choice
         trace = simulate(plan, costs)
         key = (trace.total_s, float(sum(plan.moved_bytes().values())))
         if key < best_key:
@@ -156,28 +156,34 @@ def _candidates(workload: Workload, machine: Machine) -> Iterator[tuple[int, int
 
 
 def _fit(
-    workload: Workload, machine: Machine, lookahead: int, tail: int, kept: frozenset[int], clipping: bool, main: Pass
+    workload: Workload,
+    machine: Machine,
+    lookahead: int,
+    tail: int,
+    kept: frozenset[int],
+    clipping: bool,
+    scales: Iterable[float] = _SCALES,
 ) -> tuple[Choice, Plan]:
-    """Everything in the fastest tier if that works; else as many homes in the fast tiers as their floating part can
-    spare, fewer on each try that does not fit.
+    """The first of `scales` under which every pass of the job fits, and the plan of its main pass. By default:
+    everything in the fastest tier if that works; else as many homes in the fast tiers as their floating part can
+    spare, fewer on each try that does not fit. Raises the Infeasible of the fewest homes.
     """
     spare = _window_bytes(workload, machine, lookahead)
-    tries = [0.0, 0.5, *(1.0 + 0.4 * i for i in range(_SHRINKS)), math.inf]
     homes: dict[str, str] = {}
-    failure: Infeasible | None = None
-    for scale in tries:
+    failures: dict[float, Infeasible] = {}
+    for scale in scales:
         tried, homes = homes, _homes(workload, machine, spare, scale, clipping)
-        if failure is not None and homes == tried:
+        if failures and homes == tried:
             continue  # the same plan would fail the same way
         choice = Choice(homes=homes, lookahead=lookahead, tail=tail, kept=kept)
         try:
-            return choice, plan_pass(workload, machine, choice, main)
+            main, *_ = [_place(workload, machine, choice, name) for name in _PASSES[clipping]]
+            return choice, add_dependencies(main)
         except Infeasible as error:
-            failure = error
+            failures[scale] = error
             if error.tier == machine.graph_tier.name:
-                break
-    assert failure is not None
-    raise failure
+                raise
+    raise failures[max(failures)]
 
 
 def _window_bytes(workload: Workload, machine: Machine, lookahead: int) -> dict[str, int]:

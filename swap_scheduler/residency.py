@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .order import Order
-from .plan import COMPUTE_LANE, Block, Compute, Machine, Op, Plan, Release, Slot, Step, Transfer, aligned
+from .plan import COMPUTE_LANE, Access, Block, Compute, Machine, Op, Plan, Release, Slot, Step, Transfer, aligned
 
 
 class Infeasible(Exception):
@@ -153,27 +153,27 @@ class _Residency:
         self._ops: list[tuple[Op, str]] = []
         self._slots: list[Slot] = []
         self._homes = home_offsets(order.blocks)
+        self._home_bytes: dict[str, int] = {}
         self._regions: dict[str, _Region] = {}
         for tier in (*machine.tiers, machine.graph_tier):
             used = sum(self._sizes[b.name] for b in order.blocks if b.home == tier.name)
             if used > tier.capacity_bytes:
                 raise Infeasible(tier.name, used, tier.capacity_bytes, "what lives there")
+            self._home_bytes[tier.name] = used
             self._regions[tier.name] = _Region(used, tier.capacity_bytes)
-        self._home_bytes = {
-            name: region.segments[0].start if region.segments else 0 for name, region in self._regions.items()
-        }
         self._valid: dict[str, set[str]] = {b.name: set() for b in order.blocks}
         for name in order.entry:
             home = self._blocks[name].home
             assert home is not None
             self._valid[name].add(home)
         self._uses: dict[str, list[int]] = {b.name: [] for b in order.blocks}
-        self._last_change: dict[str, int] = {}
+        self._changes: dict[str, list[int]] = {b.name: [] for b in order.blocks}
         for i, compute in enumerate(order.computes):
             for access in compute.accesses:
                 self._uses[access.block].append(i)
                 if access.mode != "read":
-                    self._last_change[access.block] = i
+                    self._changes[access.block].append(i)
+            self._fits_alone(compute)
         self._now = 0
         self._pins: dict[tuple[str, str], int] = {}
         self._held: dict[tuple[str, str], int] = {}
@@ -200,7 +200,7 @@ class _Residency:
             home = self._blocks[name].home
             assert home is not None
             if home not in self._valid[name]:
-                self._ensure_or_fail(name, home, "the end of the step")
+                self._bring_all((Access(block=name, tier=home, mode="read"),), "the end of the step")
         for tier, region in self._regions.items():
             for copy in list(region.copies.values()):
                 self._release(copy, tier)
@@ -231,12 +231,8 @@ class _Residency:
         # What the visit overwrites first is not fetched: its old content is of no use.
         wanted = [key for key, mode in first.items() if mode != "write" and key[1] in self._levels]
         for block, tier in wanted:
-            changes = self._uses[block]
-            pending = any(
-                access.block == block and access.mode != "read"
-                for i in changes[bisect_left(changes, self._now) : bisect_left(changes, start)]
-                for access in self._order.computes[i].accesses
-            )
+            changes = self._changes[block]
+            pending = bisect_left(changes, self._now) < bisect_left(changes, start)
             if pending or not self._valid[block]:
                 continue
             try:
@@ -264,9 +260,7 @@ class _Residency:
                     self._pins.pop(key, None)
 
     def _compute(self, compute: Compute) -> None:
-        for access in compute.accesses:
-            self._ready(compute, access.block, access.tier, access.mode == "write")
-        # Room for a later access may have cost an earlier one only if it was not pinned, and these are.
+        self._bring_all(compute.accesses, str(compute))
         lane = COMPUTE_LANE
         if compute.kind == "update" and compute.accesses[0].tier != self._machine.compute_tier:
             lane = self._machine.update_lane
@@ -282,37 +276,51 @@ class _Residency:
             elif self._blocks[access.block].role == "saved":
                 self._release(self._regions[access.tier].copies[access.block], access.tier)
 
-    def _ready(self, compute: Compute, block: str, tier: str, writes: bool) -> None:
-        try:
-            self._bring(block, tier, writes)
-            return
-        except _NoRoom:
-            pass
-        # The window is a wish: give up everything but this compute and try once more.
-        kept, self._pins = self._pins, {(a.block, a.tier): 1 for a in compute.accesses}
-        try:
-            self._bring(block, tier, writes)
-        except _NoRoom as error:
-            need = sum(self._sizes[a.block] for a in compute.accesses if a.tier == error.tier)
-            need += self._home_bytes[error.tier]
-            have = self._machine.tier(error.tier).capacity_bytes
-            raise Infeasible(error.tier, max(need, have + 1), have, str(compute)) from error
-        finally:
-            self._pins = kept
+    def _bring_all(self, accesses: Sequence[Access], what: str) -> None:
+        """Bring every block of `accesses` to its tier. Without room the window ahead is given up, then a tier whose
+        holes are too small is cleared: only what must be there at once can make this fail.
+        """
+        window, cleared = self._pins, set[str]()
+        while True:
+            try:
+                for slower in reversed(self._machine.tiers):
+                    if slower.name in cleared:
+                        self._clear(slower.name)
+                for access in accesses:
+                    self._bring(access)
+                break
+            except _NoRoom as error:
+                tier = error.tier
+            if self._pins is window:
+                self._pins = {(a.block, a.tier): 1 for a in accesses}
+            elif tier not in cleared and tier in self._levels:
+                cleared.add(tier)
+            else:
+                raise self._infeasible(tier, self._need_bytes(accesses, tier), what)
+        self._pins = window
 
-    def _ensure_or_fail(self, block: str, tier: str, what: str) -> None:
-        try:
-            self._ensure(block, tier)
-        except _NoRoom as error:
-            have = self._machine.tier(error.tier).capacity_bytes
-            need = self._home_bytes[error.tier] + self._sizes[block]
-            raise Infeasible(error.tier, max(need, have + 1), have, what) from error
-
-    def _bring(self, block: str, tier: str, writes: bool) -> None:
-        if not writes:
+    def _bring(self, access: Access) -> None:
+        block, tier = access.block, access.tier
+        if access.mode != "write":
             self._ensure(block, tier)
         elif self._blocks[block].home != tier and block not in self._regions[tier].copies:
             self._allocate(block, tier)
+
+    def _fits_alone(self, compute: Compute) -> None:
+        """Refuse by arithmetic what no order of transfers could place: far cheaper than finding out on the way."""
+        for tier in sorted({access.tier for access in compute.accesses}):
+            need = self._need_bytes(compute.accesses, tier)
+            if need > self._machine.tier(tier).capacity_bytes:
+                raise self._infeasible(tier, need, str(compute))
+
+    def _need_bytes(self, accesses: Sequence[Access], tier: str) -> int:
+        """All homes in `tier`, and what `accesses` touch there away from home."""
+        visiting = {a.block for a in accesses if a.tier == tier and self._blocks[a.block].home != tier}
+        return self._home_bytes[tier] + sum(self._sizes[block] for block in visiting)
+
+    def _infeasible(self, tier: str, need_bytes: int, what: str) -> Infeasible:
+        have = self._machine.tier(tier).capacity_bytes
+        return Infeasible(tier, max(need_bytes, have + 1), have, what)
 
     # ---------------------------------------------------------------- copies
 
@@ -360,7 +368,7 @@ class _Residency:
         if (
             home is None
             or block not in self._exit
-            or self._last_change[block] > self._now
+            or self._changes[block][-1] > self._now
             or home in self._valid[block]
         ):
             return
@@ -403,7 +411,7 @@ class _Residency:
     def _make_room(self, region: _Region, tier: str, size: int) -> tuple[int, int]:
         candidates = [
             copy for copy in region.copies.values()
-            if (copy.block, tier) not in self._pins and not self._held.get((copy.block, tier))
+            if (copy.block, tier) not in self._pins and self._can_leave(copy.block, tier)
         ]  # fmt: skip
         candidates.sort(key=lambda copy: (-self._next_use(copy.block), copy.used, copy.start))
         soft: set[str] = set()
@@ -418,14 +426,26 @@ class _Residency:
                 return window
         raise _NoRoom(tier)
 
-    def _evict(self, copy: _Copy, tier: str) -> None:
-        block = copy.block
+    def _clear(self, tier: str) -> None:
+        """Evict whatever can leave, also what the compute at hand has already brought: it comes back side by side."""
+        for copy in list(self._regions[tier].copies.values()):
+            if self._can_leave(copy.block, tier):
+                self._evict(copy, tier)
+
+    def _can_leave(self, block: str, tier: str) -> bool:
+        if self._held.get((block, tier)):
+            return False
+        goes_down = tier in self._levels and tier != self._machine.tiers[-1].name
+        return goes_down or not self._only_here(block, tier)
+
+    def _only_here(self, block: str, tier: str) -> bool:
+        """Is this the only up-to-date copy of something still needed?"""
         needed = self._next_use(block) < math.inf or block in self._exit
-        if needed and self._valid[block] == {tier}:
-            level = self._levels.get(tier)
-            if level is None or level + 1 == len(self._machine.tiers):
-                raise _NoRoom(tier)
-            self._ensure(block, self._machine.tiers[level + 1].name)
+        return needed and self._valid[block] == {tier}
+
+    def _evict(self, copy: _Copy, tier: str) -> None:
+        if self._only_here(copy.block, tier):
+            self._ensure(copy.block, self._machine.tiers[self._levels[tier] + 1].name)
         self._release(copy, tier)
 
 

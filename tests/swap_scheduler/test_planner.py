@@ -37,9 +37,20 @@ PASSES = {True: ("first", "steady", "flush", "evaluate"), False: ("fused", "eval
 DISK = 1 << 26
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(workload=workloads(), where=machines())
 def test_any_workload_is_refused_with_numbers_or_planned_right(workload: Workload, where: Machine) -> None:
+    _refused_or_right(workload, where)
+
+
+@pytest.mark.soak
+@settings(max_examples=2000, deadline=None)
+@given(workload=workloads(), where=machines())
+def test_many_workloads_are_refused_with_numbers_or_planned_right(workload: Workload, where: Machine) -> None:
+    _refused_or_right(workload, where)
+
+
+def _refused_or_right(workload: Workload, where: Machine) -> None:
     for clipping, passes in PASSES.items():
         try:
             choice = choose(workload, where, costs(workload), clipping=clipping)
@@ -61,9 +72,20 @@ def test_any_workload_is_refused_with_numbers_or_planned_right(workload: Workloa
             assert Counter(_key(s.op) for s in plan.steps if isinstance(s.op, Compute)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(workload=workloads(), where=machines())
 def test_short_windows_fit_under_the_choice_of_the_full_one(workload: Workload, where: Machine) -> None:
+    _short_windows_fit(workload, where)
+
+
+@pytest.mark.soak
+@settings(max_examples=2000, deadline=None)
+@given(workload=workloads(), where=machines())
+def test_many_short_windows_fit_under_the_choice_of_the_full_one(workload: Workload, where: Machine) -> None:
+    _short_windows_fit(workload, where)
+
+
+def _short_windows_fit(workload: Workload, where: Machine) -> None:
     for clipping, passes in PASSES.items():
         try:
             choice = choose(workload, where, costs(workload), clipping=clipping)
@@ -88,7 +110,7 @@ def _computes(workload: Workload, name: str) -> Counter[tuple[str, int, int]]:
     return Counter(wanted)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(workload=workloads())
 def test_a_refusal_names_a_budget_that_works(workload: Workload) -> None:
     where = machine(4096, DISK, graph=1 << 20)
