@@ -58,7 +58,8 @@ def child(size: str, ram_bytes: int, steps: int, folder: str) -> dict[str, Any]:
             result = job.step([{"input_ids": ids, "labels": ids}], lambda m, b: m(**b).loss, 1e-4)
             seconds.append(time.perf_counter() - start)
             losses.append(result.loss)
-        peaks = {name: int(size) for name, size in job.plan().peak_bytes().items()}
+        passes = [job.plan(name).peak_bytes() for name in ("first", "steady")]
+        peaks = {tier: max(each[tier] for each in passes) for tier in passes[0]}
         predicted = job.simulate().total_s
         assert result is not None
         busy = result.trace.busy_s() if result.trace else {}

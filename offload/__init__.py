@@ -4,11 +4,12 @@ from ..swap_scheduler import BudgetError
 from .compute import NonFiniteGradient
 from .job import Job, StepResult
 from .layers import skeleton
-from .memory import DiskMemory, Memory
+from .memory import PROCESS_BYTES, DiskMemory, Memory
 from .optimizer import AdamW
 from .sources import RandomSource, SafetensorsSource, StateDictSource, WeightError, WeightSource
 
 __all__ = [
+    "PROCESS_BYTES",
     "AdamW",
     "BudgetError",
     "DiskMemory",

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 GRAPH = "graph"
 
+PROCESS_BYTES = 768 << 20
+"""What a process takes beside its RAM budget: the interpreter, torch and the rest of the libraries, threads, and the
+activations inside one layer. Measured beyond the budget: 0.38 to 0.69 GiB for 0.2B to 2.8B parameters at 256 tokens
+a batch (benchmarks/results/memory_*.json). Longer batches add to it: activations inside a layer are not in the budget.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskMemory:

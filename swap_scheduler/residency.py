@@ -126,6 +126,16 @@ class _Region:
         self.copies[copy_block] = copy
         return copy
 
+    def merge_free(self) -> None:
+        """Each hole becomes one segment, so that what comes next is packed from its start."""
+        merged: list[_Segment] = []
+        for segment in self.segments:
+            if merged and merged[-1].copy is None and segment.copy is None:
+                merged[-1] = _Segment(merged[-1].start, segment.end, None, max(merged[-1].freed, segment.freed))
+            else:
+                merged.append(segment)
+        self.segments = merged
+
     def give_back(self, copy: _Copy, now: int) -> None:
         for segment in self.segments:
             if segment.copy is copy:
@@ -431,6 +441,7 @@ class _Residency:
         for copy in list(self._regions[tier].copies.values()):
             if self._can_leave(copy.block, tier):
                 self._evict(copy, tier)
+        self._regions[tier].merge_free()
 
     def _can_leave(self, block: str, tier: str) -> bool:
         if self._held.get((block, tier)):

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..offload import DiskMemory, Memory
+from ..offload import PROCESS_BYTES, DiskMemory, Memory
 from .config import ConfigError, MemoryConfig
 
 _RAM_SHARE = 0.8
@@ -74,7 +74,10 @@ def resolve_device(device: str) -> str:
 
 def resolve_memory(config: MemoryConfig, device: str) -> Memory:
     """Budgets in bytes. Raises ConfigError for a disk folder that cannot be used."""
-    ram = int(_RAM_SHARE * available_ram_bytes()) if config.ram == "auto" else config.ram
+    ram = config.ram
+    if ram == "auto":
+        available = available_ram_bytes()
+        ram = max(0, min(int(_RAM_SHARE * available), available - PROCESS_BYTES))
     gpu = config.gpu
     if gpu == "auto":
         gpu = int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else None

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from overspill.offload import PROCESS_BYTES
 from overspill.trainer import budget
 from overspill.trainer.budget import available_ram_bytes, control_group_room, resolve_device, resolve_memory
 from overspill.trainer.config import ConfigError, DiskConfig, MemoryConfig
@@ -42,10 +43,11 @@ def test_no_groups_no_limit(tmp_path: Path) -> None:
     assert available_ram_bytes() > 0
 
 
-def test_auto_ram_is_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "available_ram_bytes", lambda: 1000)
+@pytest.mark.parametrize(("free_bytes", "ram_bytes"), [(100 << 30, 80 << 30), (PROCESS_BYTES + 1000, 1000), (1000, 0)])
+def test_auto_ram_leaves_room_for_the_process(free_bytes: int, ram_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "available_ram_bytes", lambda: free_bytes)
     memory = resolve_memory(MemoryConfig(), "cpu")
-    assert (memory.ram_bytes, memory.gpu_bytes, memory.disk) == (800, None, None)
+    assert (memory.ram_bytes, memory.gpu_bytes, memory.disk) == (ram_bytes, None, None)
 
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
