@@ -29,6 +29,7 @@ GIB = 1 << 30
 HIDDEN, LAYERS, VOCAB, LENGTH, MICROBATCHES = 1024, 24, 32000, 256, 8
 VARIANTS = ("a1", "a2", "b", "c", "d")
 LEARNING_RATE = 1e-4
+STATE_BYTES, GRADIENT_BYTES = 12, 2  # of a parameter: split master 2 + 2, moments 4 + 4; a bf16 gradient while it lives
 
 
 def config() -> Any:
@@ -102,11 +103,14 @@ def plain(variant: str) -> Any:
     )
 
     def step(number: int) -> tuple[float, dict[str, int]]:
-        loss = 0.0
+        loss, backward_s = 0.0, 0.0
         for batch in batches(number):
             part = loss_fn(model, batch)
+            start = time.perf_counter()
             part.backward()
+            backward_s += time.perf_counter() - start
             loss += part.item()
+        step.backward_s.append(backward_s)  # type: ignore[attr-defined]
         for master, parameter in zip(masters, model.parameters(), strict=True):
             master.grad = parameter.grad.float()
             parameter.grad = None
@@ -118,6 +122,7 @@ def plain(variant: str) -> Any:
                 parameter.copy_(round_to_bf16(master))
         return loss, {}
 
+    step.backward_s = []  # type: ignore[attr-defined]
     return step
 
 
@@ -146,7 +151,7 @@ def spilled(variant: str, folder: str) -> Any:
     source = SafetensorsSource(prepared(folder))
     model = skeleton(lambda: LlamaForCausalLM(config()))
     numel = sum(p.numel() for p in model.parameters())
-    state_bytes = 12 * numel  # split master 2 + 2, moments 4 + 4; a gradient is 2 more while it lives
+    state_bytes = STATE_BYTES * numel
     if variant == "b":
         memory = Memory(ram_bytes=state_bytes + 9 * GIB)
     else:
@@ -166,6 +171,7 @@ def spilled(variant: str, folder: str) -> Any:
         return result.loss, result.moved_bytes
 
     step.job = job  # type: ignore[attr-defined]
+    step.unheld_bytes = (STATE_BYTES + GRADIENT_BYTES) * numel - memory.ram_bytes  # type: ignore[attr-defined]
     return step
 
 
@@ -243,12 +249,14 @@ def child(variant: str, steps: int, folder: str) -> dict[str, Any]:
         "seconds": seconds, "losses": losses, "moved_bytes": moved, "peak_anonymous_gib": watch.peak_gib,
         "peak_rss_gib": status_gib("VmHWM"),
     }  # fmt: skip
+    result["backward_s"] = getattr(step, "backward_s", [])
     if job := getattr(step, "job", None):
         from overspill.offload.measure import raw_disk_links
 
         result["predicted_s"] = job.simulate().total_s
         links = raw_disk_links(folder)
         result["disk_bytes_per_s"] = {name: link.bandwidth_bytes_per_s for name, link in links.items()}
+        result["unheld_bytes"] = step.unheld_bytes
         job.close()
     return result
 
@@ -267,6 +275,23 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "peak_anonymous_gib": max(run["peak_anonymous_gib"] for run in runs),
         "first_losses": runs[0]["losses"][:3], "moved_bytes": runs[-1]["moved_bytes"], "runs": runs,
     }  # fmt: skip
+
+
+def disk_bound(plain: list[dict[str, Any]], spilled: list[dict[str, Any]]) -> dict[str, float]:
+    """The least a step with exact clipping can take on the measured disk, whatever its schedule.
+
+    No state may change before the norm of all gradients is known, at the end of the backward, and every state must
+    have changed before the end of the next forward. So what RAM does not hold of states and gradients at the end of
+    the backward is read while the rest of the step runs: t >= backward + max(rest, unheld bytes / read bandwidth),
+    with the bandwidth measured while as much is written, as it must be.
+    """
+    backward = statistics.median(s for run in plain for s in run["backward_s"][2:])
+    rest = statistics.median(
+        t - s for run in plain for t, s in list(zip(run["seconds"], run["backward_s"], strict=True))[2:]
+    )
+    bandwidth = statistics.median(run["disk_bytes_per_s"]["disk>ram"] for run in spilled)
+    disk = spilled[0]["unheld_bytes"] / bandwidth
+    return {"backward_s": backward, "rest_s": rest, "disk_s": disk, "step_s": backward + max(rest, disk)}
 
 
 def main() -> None:
@@ -309,6 +334,11 @@ def main() -> None:
         print(
             f"{name:3} {row['median_s']:7.2f} s {row['tokens_per_s']:7.0f} tok/s {row['peak_anonymous_gib']:6.2f} GiB"
         )
+    if {"a2", "c"} <= runs.keys():
+        report["disk_bound"] = bound = disk_bound(runs["a2"], runs["c"])
+        goal = 1.15 * report["variants"]["a2"]["median_s"]
+        kind = "1.1 x the bound of the measured disk" if 1.1 * bound["step_s"] > goal else "1.15 x a2"
+        print(f"c may take {max(1.1 * bound['step_s'], goal):.2f} s: {kind}; bound {bound['step_s']:.2f} s {bound}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -96,6 +96,23 @@ def _short_windows_fit(workload: Workload, where: Machine) -> None:
                 check(plan_pass(replace(workload, microbatches=microbatches), where, choice, name))
 
 
+@pytest.mark.parametrize("weight", [57_000, 64 * KIB])
+@pytest.mark.parametrize("layers", [1, 4])
+def test_the_bytes_of_one_update_are_room_enough(layers: int, weight: int) -> None:
+    """Nothing is refused because what is free lies in pieces."""
+    workload = chain(layers, 3, weight=weight, parts=1, inputs=50_000, resident=False)
+    one_update = 2 * aligned(weight) + aligned(5 * weight)
+    where = machine(one_update, DISK, graph=64 * KIB, shared=False)
+    for clipping, passes in PASSES.items():
+        choice = choose(workload, where, costs(workload), clipping=clipping)
+        for microbatches in (1, 2, 3):
+            for name in passes:
+                check(plan_pass(replace(workload, microbatches=microbatches), where, choice, name))
+        with pytest.raises(BudgetError) as refusal:
+            choose(workload, machine(one_update - 4096, DISK, graph=64 * KIB), costs(workload), clipping=clipping)
+        assert refusal.value.need_bytes == one_update
+
+
 def _key(op: Compute) -> tuple[str, int, int]:
     return op.kind, op.layer, op.index
 
