@@ -168,36 +168,11 @@ def take_apart(
     modules = swappable_modules(model)
     if not modules:
         raise ValueError(f"{type(model).__name__} has no repeated blocks, embedding or head to swap")
-    owner: dict[int, str] = {id(m): name for name, m in modules.items()}
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    owners: dict[int, set[str]] = {}
-    names: dict[int, str] = {}
-    embeddings: set[int] = set()
-
-    def walk(module: nn.Module, prefix: str, current: str, visited: set[tuple[int, str]]) -> None:
-        current = owner.get(id(module), current)
-        if (id(module), current) in visited:
-            return
-        visited.add((id(module), current))
-        for attribute, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            names.setdefault(id(parameter), prefix + attribute)
-            owners.setdefault(id(parameter), set()).add(current)
-            places.setdefault(id(parameter), [])
-            if (module, attribute) not in places[id(parameter)]:
-                places[id(parameter)].append((module, attribute))
-            if isinstance(module, nn.Embedding):
-                embeddings.add(id(parameter))
-        for name, child in module.named_children():
-            walk(child, f"{prefix}{name}.", current, visited)
-
-    walk(model, "", REST, set())
+    uses = _uses(model, modules)
     parameters = {id(p): p for p in model.parameters()}
-    order = tuple(names[key] for key in parameters)
     grouped: dict[str, list[int]] = {}
     for key, parameter in parameters.items():
-        holders = owners[key]
+        holders = uses[key].holders
         if len(holders) == 1:
             group = next(iter(holders))
         elif REST in holders:
@@ -206,32 +181,74 @@ def take_apart(
             group = "tied." + min(holders, key=list(modules).index)
         grouped.setdefault(group + ("" if parameter.requires_grad else ".frozen"), []).append(key)
 
+    order = tuple(uses[key].name for key in parameters)
     structure = Structure(model=model, dtype=dtype, modules=modules, groups={}, order=order)
     padding = TENSOR_ALIGNMENT_BYTES // dtype.itemsize
     for group, keys in grouped.items():
         specs, offset = [], 0
         for key in keys:
             parameter = parameters[key]
-            decay = (decay_1d or parameter.ndim > 1) and (decay_embeddings or key not in embeddings)
-            specs.append(ParameterSpec(name=names[key], shape=parameter.shape, offset_numel=offset, decay=decay))
+            decay = (decay_1d or parameter.ndim > 1) and (decay_embeddings or not uses[key].embeds)
+            specs.append(ParameterSpec(name=uses[key].name, shape=parameter.shape, offset_numel=offset, decay=decay))
             offset += -(-parameter.numel() // padding) * padding
         structure.groups[group] = GroupSpec(
             name=group, parameters=tuple(specs), numel=offset, trainable=not group.endswith(".frozen")
         )
     for key, parameter in parameters.items():
         new = nn.Parameter(placeholder(parameter.shape, dtype, device), requires_grad=parameter.requires_grad)
-        structure.parameters[names[key]] = new
-        for module, attribute in places[key]:
+        structure.parameters[uses[key].name] = new
+        for module, attribute in uses[key].places:
             module._parameters[attribute] = new
+    _move_buffers(model, device)
+    return structure
+
+
+@dataclass(slots=True)
+class _Use:
+    """Where a parameter hangs: its first name, the swappable modules (or the rest) that hold it, every attribute."""
+
+    name: str
+    holders: set[str] = field(default_factory=set)
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    embeds: bool = False
+
+
+def _uses(model: nn.Module, modules: dict[str, nn.Module]) -> dict[int, _Use]:
+    """By `id` of the parameter. A module that hangs in two places is walked once for each holder."""
+    owner = {id(module): name for name, module in modules.items()}
+    uses: dict[int, _Use] = {}
+    visited: set[tuple[int, str]] = set()
+
+    def walk(module: nn.Module, prefix: str, holder: str) -> None:
+        holder = owner.get(id(module), holder)
+        if (id(module), holder) in visited:
+            return
+        visited.add((id(module), holder))
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            use = uses.setdefault(id(parameter), _Use(prefix + attribute))
+            use.holders.add(holder)
+            if (module, attribute) not in use.places:
+                use.places.append((module, attribute))
+            use.embeds |= isinstance(module, nn.Embedding)
+        for name, child in module.named_children():
+            walk(child, f"{prefix}{name}.", holder)
+
+    walk(model, "", REST)
+    return uses
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for attribute, buffer in module._buffers.items():
-            if buffer is not None:
-                if buffer.is_meta:
-                    raise ValueError(
-                        f"buffer {attribute} of {type(module).__name__} has no values; build the model with skeleton()"
-                    )
-                module._buffers[attribute] = buffer.to(device)
-    return structure
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise ValueError(
+                    f"buffer {attribute} of {type(module).__name__} has no values; build the model with skeleton()"
+                )
+            module._buffers[attribute] = buffer.to(device)
 
 
 def groups_of(structure: Structure, module_name: str) -> tuple[str, ...]:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from .order import Order
 from .plan import COMPUTE_LANE, Access, Block, Compute, Machine, Op, Plan, Release, Slot, Step, Transfer, aligned
+from .region import Copy, Region
 
 
 class Infeasible(Exception):
@@ -41,109 +41,6 @@ def home_offsets(blocks: Iterable[Block]) -> dict[str, int]:
     return offsets
 
 
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """A copy in the floating region. `used` is the compute at which it was last touched."""
-
-    block: str
-    start: int
-    end: int
-    first: int
-    used: int
-
-
-@dataclass(slots=True)
-class _Segment:
-    """A stretch of the floating region: a copy, or free since compute `freed`."""
-
-    start: int
-    end: int
-    copy: _Copy | None
-    freed: int = -1
-
-
-class _Region:
-    """The floating part of one tier, as a list of segments without gaps."""
-
-    def __init__(self, start: int, end: int) -> None:
-        self.segments = [_Segment(start, end, None)] if end > start else []
-        self.copies: dict[str, _Copy] = {}
-
-    def free_window(self, size: int) -> tuple[int, int] | None:
-        """Segment indices [i, j] of the free window of at least `size` that has been free for longest."""
-        best: tuple[int, int] | None = None
-        best_key = (math.inf, math.inf)
-        segments = self.segments
-        for i, segment in enumerate(segments):
-            if segment.copy is not None:
-                continue
-            room, freed = 0, -1
-            for j in range(i, len(segments)):
-                other = segments[j]
-                if other.copy is not None:
-                    break
-                room += other.end - other.start
-                freed = max(freed, other.freed)
-                if room >= size:
-                    if (freed, segment.start) < best_key:
-                        best, best_key = (i, j), (freed, segment.start)
-                    break
-        return best
-
-    def window_around(self, middle: int, size: int, soft: set[str]) -> tuple[int, int] | None:
-        """Segment indices [i, j] around `middle` that are free or soft and hold `size`, fewest copies first."""
-        segments = self.segments
-
-        def is_open(k: int) -> bool:
-            held = segments[k].copy
-            return held is None or held.block in soft
-
-        i = j = middle
-        while i > 0 and is_open(i - 1):
-            i -= 1
-        while j + 1 < len(segments) and is_open(j + 1):
-            j += 1
-        if segments[j].end - segments[i].start < size:
-            return None
-        best: tuple[int, int] | None = None
-        best_count = math.inf
-        for a in range(i, middle + 1):
-            for b in range(middle, j + 1):
-                if segments[b].end - segments[a].start >= size:
-                    count = sum(segments[k].copy is not None for k in range(a, b + 1))
-                    if count < best_count:
-                        best, best_count = (a, b), count
-                    break
-        return best
-
-    def take(self, i: int, j: int, size: int, copy_block: str, first: int, now: int) -> _Copy:
-        """Put a copy at the start of free segments [i, j]; what is over stays free."""
-        segments = self.segments
-        start, end = segments[i].start, segments[i].start + size
-        copy = _Copy(copy_block, start, end, first, now)
-        rest = [_Segment(max(s.start, end), s.end, None, s.freed) for s in segments[i : j + 1] if s.end > end]
-        segments[i : j + 1] = [_Segment(start, end, copy), *rest]
-        self.copies[copy_block] = copy
-        return copy
-
-    def merge_free(self) -> None:
-        """Each hole becomes one segment, so that what comes next is packed from its start."""
-        merged: list[_Segment] = []
-        for segment in self.segments:
-            if merged and merged[-1].copy is None and segment.copy is None:
-                merged[-1] = _Segment(merged[-1].start, segment.end, None, max(merged[-1].freed, segment.freed))
-            else:
-                merged.append(segment)
-        self.segments = merged
-
-    def give_back(self, copy: _Copy, now: int) -> None:
-        for segment in self.segments:
-            if segment.copy is copy:
-                segment.copy, segment.freed = None, now
-                break
-        del self.copies[copy.block]
-
-
 def residency(order: Order, machine: Machine, *, lookahead: int) -> Plan:
     """A plan without dependencies (see `hazards`). `lookahead`: how many visits ahead blocks are fetched, as far as
     there is room. Raises Infeasible when a single compute does not fit.
@@ -164,13 +61,13 @@ class _Residency:
         self._slots: list[Slot] = []
         self._homes = home_offsets(order.blocks)
         self._home_bytes: dict[str, int] = {}
-        self._regions: dict[str, _Region] = {}
+        self._regions: dict[str, Region] = {}
         for tier in (*machine.tiers, machine.graph_tier):
             used = sum(self._sizes[b.name] for b in order.blocks if b.home == tier.name)
             if used > tier.capacity_bytes:
                 raise Infeasible(tier.name, used, tier.capacity_bytes, "what lives there")
             self._home_bytes[tier.name] = used
-            self._regions[tier.name] = _Region(used, tier.capacity_bytes)
+            self._regions[tier.name] = Region(used, tier.capacity_bytes)
         self._valid: dict[str, set[str]] = {b.name: set() for b in order.blocks}
         for name in order.entry:
             home = self._blocks[name].home
@@ -398,7 +295,7 @@ class _Residency:
                 key = access.block, access.tier
                 self._held[key] = self._held.get(key, 0) + (1 if keeps else -1)
 
-    def _release(self, copy: _Copy, tier: str) -> None:
+    def _release(self, copy: Copy, tier: str) -> None:
         self._slots.append(
             Slot(block=copy.block, tier=tier, offset_bytes=copy.start, first=copy.first, last=len(self._ops))
         )
@@ -418,7 +315,7 @@ class _Residency:
             window = self._make_room(region, tier, size)
         region.take(*window, size, block, len(self._ops), self._now)
 
-    def _make_room(self, region: _Region, tier: str, size: int) -> tuple[int, int]:
+    def _make_room(self, region: Region, tier: str, size: int) -> tuple[int, int]:
         candidates = [
             copy for copy in region.copies.values()
             if (copy.block, tier) not in self._pins and self._can_leave(copy.block, tier)
@@ -454,7 +351,7 @@ class _Residency:
         needed = self._next_use(block) < math.inf or block in self._exit
         return needed and self._valid[block] == {tier}
 
-    def _evict(self, copy: _Copy, tier: str) -> None:
+    def _evict(self, copy: Copy, tier: str) -> None:
         if self._only_here(copy.block, tier):
             self._ensure(copy.block, self._machine.tiers[self._levels[tier] + 1].name)
         self._release(copy, tier)

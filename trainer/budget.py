@@ -72,12 +72,14 @@ def resolve_device(device: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _auto_ram_bytes() -> int:
+    available = available_ram_bytes()
+    return max(0, min(int(_RAM_SHARE * available), available - PROCESS_BYTES))
+
+
 def resolve_memory(config: MemoryConfig, device: str) -> Memory:
     """Budgets in bytes. Raises ConfigError for a disk folder that cannot be used."""
-    ram = config.ram
-    if ram == "auto":
-        available = available_ram_bytes()
-        ram = max(0, min(int(_RAM_SHARE * available), available - PROCESS_BYTES))
+    ram = _auto_ram_bytes() if config.ram == "auto" else config.ram
     gpu = config.gpu
     if gpu == "auto":
         gpu = int(_GPU_SHARE * torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else None
