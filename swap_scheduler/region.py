@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -55,27 +56,36 @@ class Region:
                     break
         return best
 
-    def window_around(self, middle: int, size: int, soft: set[str]) -> tuple[int, int] | None:
-        """Segment indices [i, j] around `middle` that are free or soft and hold `size`, fewest copies first."""
+    def window_over(self, candidates: Iterable[str], size: int) -> tuple[int, int] | None:
+        """Segment indices [i, j] of the first window of at least `size` that opens up as the copies of `candidates` are
+        given up one by one, the fewest copies in it; None when all of them are not enough.
+
+        Open segments form runs; a run is known by its two ends, so a candidate joins its neighbours in constant time.
+        """
         segments = self.segments
+        positions = {s.copy.block: k for k, s in enumerate(segments) if s.copy is not None}
+        last: dict[int, int] = {}  # by the first segment of each run
+        first: dict[int, int] = {}  # by its last
+        for k, segment in enumerate(segments):
+            if segment.copy is None:
+                start = first.pop(k - 1, k)
+                last[start], first[k] = k, start
+        for block in candidates:
+            k = positions[block]
+            i, j = first.pop(k - 1, k), last.pop(k + 1, k)
+            last[i], first[j] = j, i
+            if segments[j].end - segments[i].start >= size:
+                return self._narrowest(i, k, j, size)
+        return None
 
-        def is_open(k: int) -> bool:
-            held = segments[k].copy
-            return held is None or held.block in soft
-
-        i = j = middle
-        while i > 0 and is_open(i - 1):
-            i -= 1
-        while j + 1 < len(segments) and is_open(j + 1):
-            j += 1
-        if segments[j].end - segments[i].start < size:
-            return None
-        best: tuple[int, int] | None = None
-        best_count = math.inf
-        for a in range(i, middle + 1):
-            for b in range(middle, j + 1):
+    def _narrowest(self, first: int, middle: int, last: int, size: int) -> tuple[int, int]:
+        """Of the windows around `middle` within a run that hold `size`, the one with the fewest copies."""
+        segments = self.segments
+        best, best_count = (first, last), math.inf
+        for a in range(first, middle + 1):
+            for b in range(middle, last + 1):
                 if segments[b].end - segments[a].start >= size:
-                    count = sum(segments[k].copy is not None for k in range(a, b + 1))
+                    count = sum(segment.copy is not None for segment in segments[a : b + 1])
                     if count < best_count:
                         best, best_count = (a, b), count
                     break

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop
 
 from .order import Order
 from .plan import COMPUTE_LANE, Access, Block, Compute, Machine, Op, Plan, Release, Slot, Step, Transfer, aligned
@@ -316,22 +317,26 @@ class _Residency:
         region.take(*window, size, block, len(self._ops), self._now)
 
     def _make_room(self, region: Region, tier: str, size: int) -> tuple[int, int]:
-        candidates = [
-            copy for copy in region.copies.values()
-            if (copy.block, tier) not in self._pins and self._can_leave(copy.block, tier)
-        ]  # fmt: skip
-        candidates.sort(key=lambda copy: (-self._next_use(copy.block), copy.used, copy.start))
-        soft: set[str] = set()
-        positions = {s.copy.block: k for k, s in enumerate(region.segments) if s.copy is not None}
-        for candidate in candidates:
-            soft.add(candidate.block)
-            window = region.window_around(positions[candidate.block], size, soft)
-            if window is not None:
-                i, j = window
-                for victim in [s.copy for s in region.segments[i : j + 1] if s.copy is not None]:
-                    self._evict(victim, tier)  # frees its segment in place: i and j still hold
-                return window
-        raise _NoRoom(tier)
+        window = region.window_over(self._by_eviction(region, tier), size)
+        if window is None:
+            raise _NoRoom(tier)
+        i, j = window
+        for victim in [s.copy for s in region.segments[i : j + 1] if s.copy is not None]:
+            self._evict(victim, tier)  # frees its segment in place: i and j still hold
+        return window
+
+    def _by_eviction(self, region: Region, tier: str) -> Iterator[str]:
+        """Blocks whose copy may leave `tier`, furthest next use first; mostly few are asked for, so a heap serves."""
+        heap = [
+            (-self._next_use(copy.block), copy.used, copy.start, copy.block)
+            for copy in region.copies.values()
+            if (copy.block, tier) not in self._pins
+        ]
+        heapify(heap)
+        while heap:
+            block = heappop(heap)[-1]
+            if self._can_leave(block, tier):
+                yield block
 
     def _clear(self, tier: str) -> None:
         """Evict whatever can leave, also what the compute at hand has already brought: it comes back side by side."""
