@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from disk_bound import clipped_step_s
+
 GIB = 1 << 30
 HIDDEN, LAYERS, VOCAB, LENGTH, MICROBATCHES = 1024, 24, 32000, 256, 8
 VARIANTS = ("a1", "a2", "b", "c", "d")
@@ -278,20 +280,15 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def disk_bound(plain: list[dict[str, Any]], spilled: list[dict[str, Any]]) -> dict[str, float]:
-    """The least a step with exact clipping can take on the measured disk, whatever its schedule.
-
-    No state may change before the norm of all gradients is known, at the end of the backward, and every state must
-    have changed before the end of the next forward. So what RAM does not hold of states and gradients at the end of
-    the backward is read while the rest of the step runs: t >= backward + max(rest, unheld bytes / read bandwidth),
-    with the bandwidth measured while as much is written, as it must be.
-    """
+    """What `clipped_step_s` says of variant c, with the backward and the rest of the step taken from a2."""
     backward = statistics.median(s for run in plain for s in run["backward_s"][2:])
     rest = statistics.median(
         t - s for run in plain for t, s in list(zip(run["seconds"], run["backward_s"], strict=True))[2:]
     )
     bandwidth = statistics.median(run["disk_bytes_per_s"]["disk>ram"] for run in spilled)
-    disk = spilled[0]["unheld_bytes"] / bandwidth
-    return {"backward_s": backward, "rest_s": rest, "disk_s": disk, "step_s": backward + max(rest, disk)}
+    unheld = spilled[0]["unheld_bytes"]
+    step = clipped_step_s(backward, rest, unheld, bandwidth)
+    return {"backward_s": backward, "rest_s": rest, "disk_s": unheld / bandwidth, "step_s": step}
 
 
 def main() -> None:

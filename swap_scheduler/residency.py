@@ -82,6 +82,7 @@ class _Residency:
                 if access.mode != "read":
                     self._changes[access.block].append(i)
             self._fits_alone(compute)
+        self._past_uses = dict.fromkeys(self._uses, 0)
         self._now = 0
         self._pins: dict[tuple[str, str], int] = {}
         self._held: dict[tuple[str, str], int] = {}
@@ -305,8 +306,10 @@ class _Residency:
         self._valid[copy.block].discard(tier)
 
     def _next_use(self, block: str) -> float:
-        uses = self._uses[block]
-        k = bisect_left(uses, self._now)
+        uses, k = self._uses[block], self._past_uses[block]
+        while k < len(uses) and uses[k] < self._now:
+            k += 1
+        self._past_uses[block] = k  # time only goes on
         return uses[k] if k < len(uses) else math.inf
 
     def _allocate(self, block: str, tier: str) -> None:
