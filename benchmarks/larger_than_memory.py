@@ -4,8 +4,8 @@
 
 Runs twice: under a hard limit (cgroup, or RLIMIT_DATA), and without one. Reports seconds a step, the seconds that the
 measured disk alone would need (reading and writing at once), the least that exact clipping allows on it, peak memory,
-and whether the losses are the same to the last bit. Llama-like, vocab 32000, 256 tokens, batch 1, AdamW, clip 1.0,
-bf16 compute.
+and whether the losses are the same to the last bit. Llama-like, vocab 32000, 256 tokens, batch 1, AdamW, clip 1.0.
+`--dtype auto` computes in bf16, or in fp32 where the processor has no fast bf16.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ SHAPES = {
     "2.8b": (2560, 32, 32, 8, 8704),
 }
 LENGTH, VOCAB = 256, 32000
-STATE_BYTES, GRADIENT_BYTES = 12, 2  # of a parameter, at the end of the backward
+STATE_BYTES = 12  # of a parameter, weight included: fp32 moments and master
 COMPUTE_LANE = "compute"
 
 
-def child(size: str, ram_bytes: int, steps: int, folder: str) -> dict[str, Any]:
+def child(size: str, ram_bytes: int, steps: int, folder: str, dtype: str) -> dict[str, Any]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from overspill.offload import AdamW, DiskMemory, Job, Memory, RandomSource, skeleton
     from overspill.offload.measure import raw_disk_links
+    from overspill.trainer.budget import resolve_dtype
 
     hidden, layers, heads, kv_heads, inner = SHAPES[size]
     config = LlamaConfig(
@@ -51,9 +52,13 @@ def child(size: str, ram_bytes: int, steps: int, folder: str) -> dict[str, Any]:
     )  # fmt: skip
     model = skeleton(lambda: LlamaForCausalLM(config))
     numel = sum(p.numel() for p in model.parameters())
+    precision = resolve_dtype(dtype, "cpu")
     memory = Memory(ram_bytes=ram_bytes, disk=DiskMemory(path=folder, size_bytes=16 * numel + (1 << 30)))
     source = RandomSource(skeleton(lambda: LlamaForCausalLM(config)), 0)
-    with Job.build(model, source, optimizer=AdamW(weight_decay=0.01), memory=memory, max_tokens=(1, LENGTH)) as job:
+    with Job.build(
+        model, source, optimizer=AdamW(weight_decay=0.01), memory=memory, max_tokens=(1, LENGTH),
+        dtype=precision.torch_dtype,
+    ) as job:  # fmt: skip
         job.load()
         losses, seconds, result = [], [], None
         for number in range(steps):
@@ -68,7 +73,8 @@ def child(size: str, ram_bytes: int, steps: int, folder: str) -> dict[str, Any]:
         assert result is not None
         busy = result.trace.busy_s() if result.trace else {}
         report = {
-            "parameters": numel, "losses": losses, "seconds": seconds, "moved_bytes": result.moved_bytes,
+            "parameters": numel, "dtype": precision.name, "losses": losses, "seconds": seconds,
+            "moved_bytes": result.moved_bytes,
             "planned_peak_bytes": peaks, "measured_peak_bytes": dict(result.trace.peak_bytes) if result.trace else {},
             "predicted_s": predicted, "busy_s": busy,
             "lookahead": job.choice.lookahead,
@@ -78,7 +84,7 @@ def child(size: str, ram_bytes: int, steps: int, folder: str) -> dict[str, Any]:
     bound = max(count / links[name] for name, count in result.moved_bytes.items())
     assert result.trace is not None
     backward = sum(e.end_s - e.start_s for e in result.trace.events if e.lane == COMPUTE_LANE and e.text[0] == "B")
-    unheld = (STATE_BYTES + GRADIENT_BYTES) * numel - ram_bytes
+    unheld = (STATE_BYTES + precision.torch_dtype.itemsize) * numel - ram_bytes
     clipped = clipped_step_s(backward, busy[COMPUTE_LANE] - backward, unheld, links["disk>ram"])
     return report | {"disk_bytes_per_s": links, "disk_bound_s": bound, "clipped_bound_s": clipped}
 
@@ -88,6 +94,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, required=True)
     parser.add_argument("--limit", default="2GiB")
     parser.add_argument("--ram", default="900MiB", help="the budget that overspill is given")
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp32"), default="auto")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--uncapped-ram", help="budget of the run without a limit; the same by default")
     parser.add_argument("--folder", default=tempfile.gettempdir())
@@ -98,13 +105,13 @@ def main() -> None:
 
     if arguments.child:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-            result = child(arguments.size, parse_bytes(arguments.ram), arguments.steps, folder)
+            result = child(arguments.size, parse_bytes(arguments.ram), arguments.steps, folder, arguments.dtype)
             print("RESULT " + json.dumps(result), flush=True)
         return
 
     def command(ram: str) -> list[str]:
         own = [sys.executable, __file__, "--child", "--size", arguments.size, "--ram", ram]
-        return [*own, "--steps", str(arguments.steps), "--folder", arguments.folder]
+        return [*own, "--steps", str(arguments.steps), "--folder", arguments.folder, "--dtype", arguments.dtype]
 
     limit = parse_bytes(arguments.limit)
     done, memory = run_capped(limit, command(arguments.ram))
@@ -122,9 +129,9 @@ def main() -> None:
     gib = 1 << 30
     disk_s, peak, equal = capped["disk_bound_s"], memory["anonymous"] / gib, report["losses_equal"]
     print(
-        f"{arguments.size}: {report['median_s']:.1f} s a step (the disk alone: {disk_s:.1f} s, with clipping at "
-        f"least {capped['clipped_bound_s']:.1f} s), peak anonymous "
-        f"{peak:.2f} GiB under {limit / gib:.2f} GiB, {memory['oom_kills']} kills, losses equal: {equal}"
+        f"{arguments.size} in {capped['dtype']}: {report['median_s']:.1f} s a step "
+        f"(the disk alone: {disk_s:.1f} s, with clipping at least {capped['clipped_bound_s']:.1f} s), "
+        f"peak anonymous {peak:.2f} GiB under {limit / gib:.2f} GiB, {memory['oom_kills']} kills, losses equal: {equal}"
     )
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

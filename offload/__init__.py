@@ -2,8 +2,10 @@
 
 from ..swap_scheduler import BudgetError
 from .compute import NonFiniteGradient
+from .device import open_device
 from .job import Job, StepResult
 from .layers import skeleton
+from .measure import matmul_flops_per_s
 from .memory import PROCESS_BYTES, DiskMemory, Memory
 from .optimizer import AdamW
 from .sources import RandomSource, SafetensorsSource, StateDictSource, WeightError, WeightSource
@@ -22,5 +24,7 @@ __all__ = [
     "StepResult",
     "WeightError",
     "WeightSource",
+    "matmul_flops_per_s",
+    "open_device",
     "skeleton",
 ]

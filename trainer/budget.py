@@ -1,16 +1,19 @@
-"""What `auto` budgets come to on this machine."""
+"""What the `auto` of a config comes to on this machine."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 
-from ..offload import PROCESS_BYTES, DiskMemory, Memory
-from .config import ConfigError, MemoryConfig
+from ..offload import PROCESS_BYTES, DiskMemory, Memory, matmul_flops_per_s, open_device
+from .config import Auto, ConfigError, DtypeName, MemoryConfig
+
+DTYPES: dict[DtypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _RAM_SHARE = 0.8
 _GPU_SHARE = 0.9
@@ -70,6 +73,28 @@ def resolve_device(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A dtype to compute in. `speedup`: the rate at which the device multiplies it, over that of fp32."""
+
+    name: DtypeName
+    speedup: float
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.name]
+
+
+def resolve_dtype(dtype: DtypeName | Auto, device: str) -> Precision:
+    """`auto` is bf16 where the device multiplies it at least as fast as fp32, else fp32."""
+    name: DtypeName = "bf16" if dtype == "auto" else dtype
+    if name == "fp32":
+        return Precision("fp32", 1.0)
+    opened = open_device(device)
+    speedup = matmul_flops_per_s(opened, DTYPES[name]) / matmul_flops_per_s(opened, torch.float32)
+    return Precision("fp32", 1.0) if dtype == "auto" and speedup < 1 else Precision(name, speedup)
 
 
 def _auto_ram_bytes() -> int:

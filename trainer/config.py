@@ -52,6 +52,7 @@ def parse_bytes(value: Any) -> int:
 
 
 Auto = Literal["auto"]
+DtypeName = Literal["bf16", "fp16", "fp32"]
 
 
 def _size_or_auto(value: Any) -> int | Auto:
@@ -84,10 +85,12 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """`path`: a local folder, or a Hub name where there is internet. `frozen`: patterns of parameter names."""
+    """`path`: a local folder, or a Hub name where there is internet. `frozen`: patterns of parameter names. `dtype`,
+    that of the arithmetic: `auto` is bf16 where the device multiplies it at least as fast as fp32, else fp32.
+    """
 
     path: str
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    dtype: Literal["auto", DtypeName] = "auto"
     init: Literal["pretrained", "random"] = "pretrained"
     frozen: tuple[str, ...] = ()
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from ..offload import Job
 from ..swap_scheduler import Compute, show_bytes
+from .budget import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,9 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """A step, predicted. `binding`: the busiest lane. `workspace_bytes` lies beside the arena of the fast tier."""
+    """A step, predicted. `binding`: the busiest lane. `workspace_bytes` lies beside the arena of the fast tier.
+    `speedup_over_fp32`: of products in `dtype`, measured on the device.
+    """
 
     tiers: tuple[TierReport, ...]
     workspace_bytes: int
@@ -34,6 +37,8 @@ class PlanReport:
     busy_s: Mapping[str, float]
     total_steps: int
     tokens_per_step: float
+    dtype: str
+    speedup_over_fp32: float
     recomputed_layers: int
     layers: int
 
@@ -53,12 +58,21 @@ class PlanReport:
         lines += [
             f"beside the fast tier: {show_bytes(self.workspace_bytes)} of workspace",
             f"moved a step: {moved}",
+            self._arithmetic(),
             f"layers: {self.layers}, of which {self.recomputed_layers} are recomputed in the backward pass",
             f"predicted: {self.predicted_step_s:.2f} s a step ({self.binding} binds), "
             f"{self.tokens_per_step / seconds:.0f} tok/s, {self.total_steps} steps "
             f"in {_duration(self.total_steps * seconds)}",
         ]
         return "\n".join(lines)
+
+    def _arithmetic(self) -> str:
+        if self.dtype == "fp32":
+            return "computes in fp32"
+        text = (
+            f"computes in {self.dtype}, which this device multiplies at {self.speedup_over_fp32:.2g} x its rate in fp32"
+        )
+        return text if self.speedup_over_fp32 >= 1 else f"{text}; model.dtype: fp32 computes faster"
 
 
 def _duration(seconds: float) -> str:
@@ -67,7 +81,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def plan_report(job: Job, *, total_steps: int, tokens_per_step: float) -> PlanReport:
+def plan_report(job: Job, *, precision: Precision, total_steps: int, tokens_per_step: float) -> PlanReport:
     """The report of an ordinary step of `job`."""
     plan, trace = job.plan(), job.simulate()
     peaks = plan.peak_bytes()
@@ -97,6 +111,8 @@ def plan_report(job: Job, *, total_steps: int, tokens_per_step: float) -> PlanRe
         busy_s=busy,
         total_steps=total_steps,
         tokens_per_step=tokens_per_step,
+        dtype=precision.name,
+        speedup_over_fp32=precision.speedup,
         recomputed_layers=len(job.structure.visits) - len(kept),
         layers=len(job.structure.visits),
     )

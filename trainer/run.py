@@ -17,15 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ..offload import AdamW, Job, RandomSource, SafetensorsSource, WeightSource, skeleton
 from ..swap_scheduler import show_bytes
-from .budget import resolve_device, resolve_memory
+from .budget import Precision, resolve_device, resolve_dtype, resolve_memory
 from .config import Config, ConfigError, load_config
 from .data import Batches, Dataset, Window, load_dataset
 from .loss import causal_lm_loss, trained_tokens
 from .output import MARKER, check_output, made_only_if_used, unfinished
 from .report import PlanReport, plan_report
 from .schedule import learning_rate
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class TrainingError(RuntimeError):
@@ -46,11 +44,14 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
+    """`config` says the dtype that `auto` came to."""
+
     config: Config
     tokenizer: Any
     batches: Batches
     evaluation: Dataset | None
     job: Job
+    precision: Precision
     total_steps: int
 
 
@@ -91,7 +92,9 @@ def _swap_folder(config: Config) -> Path | None:
 
 def report_of(prepared: _Prepared) -> PlanReport:
     tokens = prepared.batches.dataset.trained_tokens / max(1, prepared.batches.steps_per_epoch)
-    return plan_report(prepared.job, total_steps=prepared.total_steps, tokens_per_step=tokens)
+    return plan_report(
+        prepared.job, precision=prepared.precision, total_steps=prepared.total_steps, tokens_per_step=tokens
+    )
 
 
 # ---------------------------------------------------------------------- before the first step
@@ -124,6 +127,7 @@ def _prepare(config: Config, console: Console) -> _Prepared:
         raise ConfigError([f"train.warmup_steps: {settings.warmup_steps} is more than the {total} steps of the run"])
     device = resolve_device(config.device)
     memory = resolve_memory(config.memory, device)
+    precision = resolve_dtype(config.model.dtype, device)
     model = _skeleton(config, model_config)
     _freeze(model, config.model.frozen)
     longest = max(data.longest for data in datasets)
@@ -143,13 +147,14 @@ def _prepare(config: Config, console: Console) -> _Prepared:
         memory=memory,
         max_tokens=(min(settings.per_device_train_batch_size, most_rows), longest),
         device=device,
-        dtype=DTYPES[config.model.dtype],
+        dtype=precision.torch_dtype,
         microbatches=batches.microbatches,
         seed=settings.seed,
     )
     return _Prepared(
-        config=config, tokenizer=tokenizer, batches=batches, evaluation=evaluation, job=job, total_steps=total
-    )
+        config=config.model_copy(update={"model": config.model.model_copy(update={"dtype": precision.name})}),
+        tokenizer=tokenizer, batches=batches, evaluation=evaluation, job=job, precision=precision, total_steps=total,
+    )  # fmt: skip
 
 
 def _describe(config: Config) -> tuple[Any, Any]:

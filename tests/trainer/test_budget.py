@@ -3,11 +3,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from overspill.offload import PROCESS_BYTES
 from overspill.trainer import budget
-from overspill.trainer.budget import available_ram_bytes, control_group_room, resolve_device, resolve_memory
-from overspill.trainer.config import ConfigError, DiskConfig, MemoryConfig
+from overspill.trainer.budget import (
+    Precision,
+    available_ram_bytes,
+    control_group_room,
+    resolve_device,
+    resolve_dtype,
+    resolve_memory,
+)
+from overspill.trainer.config import Auto, ConfigError, DiskConfig, DtypeName, MemoryConfig
 
 
 def group(folder: Path, limit: str, used: int, cache: int, *, version: int = 2) -> None:
@@ -60,6 +68,22 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert resolve_device("cuda") == resolve_device("auto") == "cuda"
     with pytest.raises(ConfigError, match="cuda:3 is asked, torch sees 1"):
         resolve_device("cuda:3")
+
+
+@pytest.mark.parametrize(
+    "asked, bf16_rate, expected",
+    [
+        ("auto", 20e9, Precision("bf16", 2.0)), ("auto", 10e9, Precision("bf16", 1.0)),
+        ("auto", 9e9, Precision("fp32", 1.0)), ("bf16", 1e9, Precision("bf16", 0.1)),
+        ("fp32", 20e9, Precision("fp32", 1.0)),
+    ],
+)  # fmt: skip
+def test_auto_computes_in_bf16_where_that_is_not_slower(
+    asked: DtypeName | Auto, bf16_rate: float, expected: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {torch.bfloat16: bf16_rate, torch.float32: 10e9}
+    monkeypatch.setattr(budget, "matmul_flops_per_s", lambda device, dtype: rates[dtype])
+    assert resolve_dtype(asked, "cpu") == expected
 
 
 def test_a_disk_smaller_than_asked_is_refused(tmp_path: Path) -> None:

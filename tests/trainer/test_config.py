@@ -75,7 +75,7 @@ def test_all_faults_at_once_with_lines(tmp_path: Path) -> None:
     text = GOOD.replace("learning_rate", "learning_rte").replace("fp32", "bf61").replace("path: model", "path: 3")
     found = faults(tmp_path, text)
     assert "FILE:9: train.learning_rte: unknown key; did you mean learning_rate?" in found
-    assert "FILE:3: model.dtype: 'bf61' is not one of bf16, fp16, fp32; did you mean bf16?" in found
+    assert "FILE:3: model.dtype: 'bf61' is not one of auto, bf16, fp16, fp32; did you mean bf16?" in found
     assert any(fault.startswith("FILE:2: model.path: 3: ") for fault in found)
     assert len(found) == 3
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from overspill import cli
 from overspill.offload import AdamW
-from overspill.trainer import run
-from overspill.trainer.config import Config, make_config
+from overspill.trainer import budget, run
+from overspill.trainer.config import Config, load_config, make_config
 from overspill.trainer.data import Batches, load_dataset
 from overspill.trainer.loss import causal_lm_loss, trained_tokens
 from overspill.trainer.run import plan, train
@@ -112,6 +112,27 @@ def test_plan_reads_no_weights_and_writes_nothing(workspace: Path) -> None:
     assert text["moved_bytes"] == {}
     assert text["predicted_step_s"] > 0
     assert "beside the fast tier" in str(report)
+
+
+@pytest.mark.parametrize(
+    "asked, bf16_rate, says, saved",
+    [
+        ("auto", 5e9, "computes in fp32\n", "fp32"),
+        ("auto", 25e9, "computes in bf16, which this device multiplies at 2.5 x its rate in fp32\n", "bf16"),
+        ("bf16", 5e9, "at 0.5 x its rate in fp32; model.dtype: fp32 computes faster\n", "bf16"),
+    ],
+)
+def test_the_dtype_of_auto_is_told_and_saved(
+    asked: str, bf16_rate: float, says: str, saved: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {torch.bfloat16: bf16_rate, torch.float32: 10e9}
+    monkeypatch.setattr(budget, "matmul_flops_per_s", lambda device, dtype: rates[dtype])
+    settings = config(workspace, model__dtype=asked)
+    assert says in str(plan(settings))
+    result = train(settings)
+    assert load_config(result.output_dir / "config.yaml").model.dtype == saved
+    weights = AutoModelForCausalLM.from_pretrained(result.output_dir, dtype="auto")
+    assert weights.dtype == {"bf16": torch.bfloat16, "fp32": torch.float32}[saved]
 
 
 def run_cli(*arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
